@@ -97,6 +97,10 @@ class QueueSpec(ApiStruct, frozen=True):
     spot_selector: Selector | None = None
     policy: str = DEFAULT_POLICY
     limits: tuple[Limit, ...] = ()
+    namespace_limit: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of each namespace without one of its own; ``None``: none."""
+    max_weight: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """The highest that counts; ``None``: any."""
     kinds: tuple[KindSpec, ...] = ()
     """Of device; a node belongs to the first that selects it."""
     thrift: Annotated[float, msgspec.Meta(ge=0)] = 0.0

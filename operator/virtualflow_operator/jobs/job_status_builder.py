@@ -16,6 +16,7 @@ from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow.protocol.wording import printable
 from virtualflow_operator import reasons
 from virtualflow_operator.api import (
+    ANY_KIND,
     CoordinatorLink,
     EndedRun,
     JobStatus,
@@ -66,7 +67,7 @@ def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = N
     )
     if (spec.queue or spec.elasticity.min_efficiency) and not facts.shares_devices:
         told_apart = facts.admitted.placement.kinds_differ
-        kinds = {worker.pod.name: worker.kind for worker in workers} if told_apart else None
+        kinds = {worker.pod.name: worker.kind if told_apart else ANY_KIND for worker in workers}
         scaling = remember(status.scaling, remote if facts.connected else None, kinds)
         status = msgspec.structs.replace(status, scaling=scaling)
     if remote is not None:

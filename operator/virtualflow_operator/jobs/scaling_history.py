@@ -18,23 +18,24 @@ _WORTH_WRITING = 0.1
 """By which part a speed must differ from the one known: steps vary, and each write costs the API server."""
 
 
-def remember(
-    known: Sequence[Measured], remote: Status | None, kinds: Mapping[str, str] | None = None
-) -> tuple[Measured, ...]:
+def remember(known: Sequence[Measured], remote: Status | None, kinds: Mapping[str, str]) -> tuple[Measured, ...]:
     """What is known once the coordinator has said ``remote``; the latest measured number of workers stands first.
 
     Only a settled membership counts: the time of a step is then that of the latest ones with these very workers. Of
     workers on several kinds of device nothing is remembered, as it would be true of none.
 
+    A job tells its own figures, so workers without a pod count for nothing, and a speed that differs from the one known
+    moves that halfway, in ratio.
+
     Args:
         known: what was.
         remote: what the coordinator says.
-        kinds: of the device of each worker, by its name; ``None``: the job's queue tells none apart.
+        kinds: of the device of each worker that has a pod, by its name.
     """
     if remote is None or remote.phase != "training" or remote.proposed is not None or not remote.step_ms:
         return tuple(known)
-    training = [worker.worker for worker in remote.workers if worker.last > worker.first]
-    on = {ANY_KIND} if kinds is None else {kinds.get(name) for name in training}
+    training = {worker.worker for worker in remote.workers if worker.last > worker.first}
+    on = {kinds.get(name) for name in training}
     workers, kind = len(training), on.pop() if len(on) == 1 else None
     if not workers or kind is None:
         return tuple(known)
@@ -50,6 +51,8 @@ def remember(
             return tuple(known)
         point = before
     else:
+        if before is not None and speed_of(before):
+            speed = math.sqrt(speed * speed_of(before))
         point = Measured(workers, f"{speed:.4g}", kind, computing or (before.computing_milliseconds if before else ""))
     others = (other for other in known if (other.kind, other.workers) != (kind, workers))
     return (point, *others)[:MAX_MEASURED]

@@ -205,7 +205,10 @@ def _share(
     settings: SchedulingSettings,
 ) -> tuple[dict[Key, Grant], float | None]:
     """Share what is there, less what is reserved; in the end, when time alone may change that."""
-    kinds = {kind.name: _kind(queue, kind, there, reserved.get(kind.name, Counter())) for kind in kinds_of(queue)}
+    namespaces = {member.job.namespace for member in members}
+    kinds = {
+        kind.name: _kind(queue, kind, there, reserved.get(kind.name, Counter()), namespaces) for kind in kinds_of(queue)
+    }
     told = replace(settings, thrift=queue.thrift) if queue.thrift else settings
     elastic, decide = queue.policy not in FIXED_SIZES, policy(queue.policy)
     asked = list(demands.values())
@@ -244,11 +247,14 @@ def _share(
     return grants, next_change(now, after, settings)
 
 
-def _kind(queue: QueueSpec, kind: KindSpec, there: QueueCapacity, reserved: Counter[str]) -> DeviceKind:
-    """What the policy has to share of a kind."""
+def _kind(
+    queue: QueueSpec, kind: KindSpec, there: QueueCapacity, reserved: Counter[str], namespaces: Collection[str]
+) -> DeviceKind:
+    """What the policy has to share of a kind among jobs of these namespaces."""
     of, taken, scale = there.kinds.get(kind.name), reserved.total(), scale_of(queue.resource)
     on_demand, spot = (of.on_demand, of.spot) if of is not None else (0, 0)
-    limits = {at.namespace: at.capacity * scale for at in queue.limits if at.kind == kind.name}
+    usual = {} if queue.namespace_limit is None else dict.fromkeys(namespaces, queue.namespace_limit * scale)
+    limits = usual | {at.namespace: at.capacity * scale for at in queue.limits if at.kind == kind.name}
     limits = {name: max(limit - reserved[name], 0) for name, limit in limits.items()}
     capacity = Capacity(max(on_demand - max(taken - spot, 0), 0), max(spot - taken, 0), limits)
     price = kind.price or 1.0

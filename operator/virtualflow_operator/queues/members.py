@@ -129,7 +129,7 @@ def build_demand(
         requested=min(max(spec.replicas, least), most),
         units=units,
         priority=spec.priority,
-        weight=float(spec.weight),
+        weight=float(spec.weight if queue.max_weight is None else min(spec.weight, queue.max_weight)),
         allocated=at_home,
         since=grant.since,
         resized=grant.resized,

@@ -3,6 +3,9 @@
 A policy compares what another worker would bring to each job, and its choice is only stable and exact when no worker
 brings more than the one before it. So the measured points are never used as they are: the curve is their least concave
 majorant through the origin, which never falls.
+
+A job tells its own speeds, so no figure makes it scale better than linearly from its smallest measured size, and what
+it has not told it gains no more by than by telling: see ``DOUBLING``.
 """
 
 from __future__ import annotations
@@ -15,14 +18,19 @@ from math import isfinite
 
 _EXACT = 1e-9
 """Differences below this part of a speed are rounding."""
+DOUBLING = 0.9
+"""The default curve: with each doubling beyond the largest measured size, a worker brings this part of what it did."""
+_LARGEST = 4_096
+"""Workers of a job, at most."""
 
 
 @dataclass(frozen=True)
 class ScalingCurve:
     """Steps per second by number of workers.
 
-    Nothing measured: every worker brings as much as the first. One number of workers: a line through it. Beyond the
-    largest: as between the last two, which is hopeful, and is put right by the measurement that follows the growth.
+    Nothing measured: the default curve from one worker on. One number of workers: a line up to it. Beyond the largest:
+    the default curve from what a worker brings between the last two; the measurement that follows a growth puts it
+    right.
     """
 
     points: tuple[tuple[int, float], ...] = ()
@@ -50,16 +58,23 @@ class ScalingCurve:
         best: dict[int, float] = {}
         for workers, speed in self.points:
             best[workers] = max(speed, best.get(workers, 0.0))
+        measured = sorted(best.items()) or [(1, 1.0)]
+        most = measured[0][1] / measured[0][0]
         corners = [(0, 0.0)]
         highest = 0.0
-        for workers, speed in sorted(best.items()) or [(1, 1.0)]:
-            highest = max(highest, speed)  # more workers are never slower: they need not be used
+        for workers, speed in measured:
+            highest = max(highest, min(speed, most * workers))  # more are never slower: they need not be used
             while len(corners) > 1:  # slopes stand here in full: a decision about many jobs does little else
                 (first, low), (second, high) = corners[-2:]
                 if (high - low) / (second - first) > (highest - high) / (workers - second):
                     break
                 corners.pop()
             corners.append((workers, highest))
+        slope = _slope(*corners[-2:])
+        while slope > 0 and corners[-1][0] < _LARGEST:
+            workers, speed = corners[-1]
+            slope *= DOUBLING
+            corners.append((2 * workers, speed + slope * workers))
         return tuple(corners)
 
     def speed(self, workers: int) -> float:

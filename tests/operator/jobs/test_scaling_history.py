@@ -28,6 +28,10 @@ def says(workers: int, step_ms: float | None, phase: str = "training", **facts: 
     return msgspec.structs.replace(remote(phase, *training, waiting), step_ms=step_ms, **facts)
 
 
+PODS = {worker(JOB, ordinal).name: "" for ordinal in range(9)}
+"""The kind of device of each pod, where none are told apart."""
+
+
 def measured(**points: float) -> tuple[Measured, ...]:
     """``_2=3.5``: 3.5 steps a second with 2 workers."""
     return tuple(Measured(int(key[1:]), f"{speed:g}") for key, speed in points.items())
@@ -36,20 +40,35 @@ def measured(**points: float) -> tuple[Measured, ...]:
 def test_each_number_of_workers_is_remembered_the_latest_first() -> None:
     known: tuple[Measured, ...] = ()
     for workers, milliseconds in ((2, 500.0), (4, 250.0), (2, 480.0)):
-        known = remember(known, says(workers, milliseconds))
+        known = remember(known, says(workers, milliseconds), PODS)
     assert known == measured(_2=2, _4=4), "480 ms are not worth a change of 500 ms"
-    assert remember(known, says(2, 250.0)) == measured(_2=4, _4=4)
+
+
+def test_a_figure_moves_the_known_speed_halfway() -> None:
+    speeds, known = [], measured(_2=2, _4=4)
+    for _ in range(6):
+        known = remember(known, says(2, 31.25), PODS)
+        speeds.append(float(known[0].steps_per_second))
+    assert speeds == pytest.approx([8, 16, 22.63, 26.91, 29.34, 29.34], rel=1e-3), "towards 32"
+    assert known[1:] == measured(_4=4)
+
+
+def test_workers_without_a_pod_are_not_believed() -> None:
+    claimed = says(4, 10.0)
+    assert remember((), claimed, dict(list(PODS.items())[:3])) == ()
+    again = msgspec.structs.replace(claimed, workers=claimed.workers[:1] * 4)
+    assert [point.workers for point in remember((), again, PODS)] == [1], "a pod is one worker"
 
 
 def test_for_how_much_of_a_step_workers_compute_is_remembered_with_it() -> None:
-    known = remember((), says(2, 100.0))
+    known = remember((), says(2, 100.0), PODS)
     assert known == (Measured(2, "10"),)
-    known = remember(known, says(2, 102.0, computing_ms=60.0))
-    assert known == (Measured(2, "9.804", computing_milliseconds="60"),)
-    assert remember(known, says(2, 102.0, computing_ms=63.0)) == known, "3 ms are not worth a change"
-    assert remember(known, says(2, 102.0)) == known, "paces are not known for a while after a change"
-    assert remember(known, says(2, 50.0))[0].computing_milliseconds == "60"
-    assert remember(known, says(2, 102.0, computing_ms=30.0))[0].computing_milliseconds == "30"
+    known = remember(known, says(2, 102.0, computing_ms=60.0), PODS)
+    assert known == (Measured(2, "9.901", computing_milliseconds="60"),)
+    assert remember(known, says(2, 102.0, computing_ms=63.0), PODS) == known, "3 ms are not worth a change"
+    assert remember(known, says(2, 102.0), PODS) == known, "paces are not known for a while after a change"
+    assert remember(known, says(2, 50.0), PODS)[0].computing_milliseconds == "60"
+    assert remember(known, says(2, 102.0, computing_ms=30.0), PODS)[0].computing_milliseconds == "30"
 
 
 PHASES = {
@@ -90,7 +109,7 @@ def test_phases_that_nobody_measured_are_not_made_up(known: tuple[Measured, ...]
 )
 def test_what_says_nothing_of_a_settled_membership_is_left_alone(status: Status | None) -> None:
     known = measured(_3=7)
-    assert remember(known, status) == known
+    assert remember(known, status, PODS) == known
 
 
 def test_what_was_measured_on_a_kind_of_device_is_true_of_it_alone() -> None:
@@ -112,12 +131,14 @@ def test_what_was_measured_on_a_kind_of_device_is_true_of_it_alone() -> None:
 def test_the_memory_is_bounded_and_rests_when_nothing_is_new(history: list[tuple[int, float]]) -> None:
     known: tuple[Measured, ...] = ()
     base = says(1, 1.0)
-    carrying = base.workers[0]
+    names = {f"pod-{number}": "" for number in range(200)}
+    carrying = tuple(msgspec.structs.replace(base.workers[0], worker=name) for name in names)
     for workers, milliseconds in history:
-        status = msgspec.structs.replace(base, workers=(carrying,) * workers, step_ms=milliseconds)
-        known = remember(known, status)
+        status = msgspec.structs.replace(base, workers=carrying[:workers], step_ms=milliseconds)
+        for _ in range(10):
+            known = remember(known, status, names)
         assert known[0].workers == workers
-        assert remember(known, status) == known
+        assert remember(known, status, names) == known
     assert len(known) <= MAX_MEASURED
     assert len({point.workers for point in known}) == len(known)
 

@@ -205,6 +205,26 @@ def test_what_it_keeps_counts_within_the_limit_of_its_namespace() -> None:
     assert workers(decide(member("odd", 3, weight=0), member("sound"), at=over)) == {"odd": 3, "sound": 0}
 
 
+LIMITED = {
+    "of every namespace": ({"namespaceLimit": 2}, {"a": 2, "b": 2}),
+    "but for those that have their own": (
+        {"namespaceLimit": 2, "limits": [{"namespace": "ml", "capacity": 4}]}, {"a": 4, "b": 2}
+    ),
+    "nothing for others": ({"namespaceLimit": 0, "limits": [{"namespace": "ml", "capacity": 5}]}, {"a": 5, "b": 0}),
+    "none": ({}, {"a": 3, "b": 3}),
+    "the highest weight counts": ({"maxWeight": 2}, {"a": 4, "b": 2}),
+    "weights above it are equal": ({"maxWeight": 1}, {"a": 3, "b": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "expected"), LIMITED.values(), ids=LIMITED.keys())
+def test_a_queue_limits_every_namespace_and_weight(spec: Spec, expected: dict[str, int]) -> None:
+    there = member("b")
+    elsewhere = dataclasses.replace(there, job=dataclasses.replace(there.job, namespace="other"))
+    heavy = member("a", weight=1_000 if "maxWeight" in spec else 1)
+    assert workers(decide(heavy, elsewhere, at=queue(**spec))) == expected
+
+
 def test_who_is_suspended_by_its_user_does_not_wait() -> None:
     shares = decide(member("resting", suspend=True), member("huge", minReplicas=7, replicas=7))
     assert shares.status is not None

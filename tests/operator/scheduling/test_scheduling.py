@@ -236,6 +236,21 @@ SHARED: dict[str, tuple[str, Case]] = {
         "MaxThroughput",
         ([job("a", curve=ScalingCurve(((1, 1.0), (2, 2.0), (4, 2.0))))], 16, {"a": 2}),
     ),
+    "who has told nothing is not taken for linear": (
+        "MaxThroughput",
+        ([job("a"), job("b", curve=ScalingCurve(((1, 1.0), (2, 1.8), (4, 3.2), (8, 5.6))))], 16, {"a": 12, "b": 4}),
+    ),
+    "nor who has told of two workers": (
+        "MaxThroughput",
+        (
+            [
+                job("a", curve=ScalingCurve(((1, 1.0), (2, 200.0)))),
+                job("b", curve=ScalingCurve(((1, 1.0), (2, 1.8), (4, 3.2), (8, 5.6)))),
+            ],
+            16,
+            {"a": 14, "b": 2},
+        ),
+    ),
     "a knapsack of unequal workers": (
         # Gains per unit say: the second of b first (0.9), and then one unit is left for nobody.
         "MaxThroughput",

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_queues import NOW, queues, settings
+from scheduling_cases import BENT, decide
+from scheduling_cases import job as asking
 
 from virtualflow_operator.scheduling import Capacity, Demand, ScalingCurve, policy
 from virtualflow_operator.scheduling.weighted_fair_share import fair_shares
@@ -118,19 +120,25 @@ def test_a_curve_never_falls_and_never_bends_upward(points: list[tuple[int, floa
     tiny = 1e-9 * speeds[-1]
     assert all(gain >= -tiny for gain in gains)
     assert all(after <= before + tiny for before, after in itertools.pairwise(gains))
-    assert all(curve.speed(workers) >= speed - tiny for workers, speed in points)
+    assert all(curve.speed(workers) <= workers * curve.speed(1) * (1 + 1e-9) for workers in range(1, 100))
+    smallest = min(points, default=(1, 1.0))[0]
+    most = max((speed for workers, speed in points if workers == smallest), default=1.0) / smallest
+    assert all(curve.speed(workers) >= min(speed, most * workers) - tiny for workers, speed in points)
     assert curve == ScalingCurve.of(reversed(points))
 
 
 @pytest.mark.parametrize(
     ("points", "workers", "speed"),
     [
-        pytest.param((), 7, 7.0, id="nothing measured: linear"),
-        pytest.param(((4, 8.0),), 6, 12.0, id="one number: a line through it"),
-        pytest.param(((1, 3.0), (2, 5.0)), 3, 7.0, id="beyond the largest: as before it"),
+        pytest.param((), 2, 1.9, id="nothing measured: a second worker brings 10 % less"),
+        pytest.param((), 8, 1 + 0.9 + 2 * 0.81 + 4 * 0.729, id="and so on with each doubling"),
+        pytest.param(((4, 8.0),), 3, 6.0, id="one number: a line up to it"),
+        pytest.param(((4, 8.0),), 6, 8.0 + 2 * 1.8, id="and beyond it 10 % less"),
+        pytest.param(((1, 3.0), (2, 5.0)), 3, 6.8, id="beyond the largest: 10 % less than before it"),
+        pytest.param(((1, 3.0), (2, 3.0)), 3, 3.0, id="a worker that brought nothing: as many"),
         pytest.param(((1, 4.0), (5, 12.0)), 3, 8.0, id="between two: a line"),
         pytest.param(((1, 4.0), (2, 6.0), (4, 5.0)), 4, 6.0, id="slower with more: as fast as the fewer"),
-        pytest.param(((1, 1.0), (2, 4.0)), 1, 2.0, id="faster than linear: linear up to there"),
+        pytest.param(((1, 1.0), (2, 4.0)), 2, 2.0, id="faster than linear: linear"),
         pytest.param(((2, 3.0), (2, 4.0)), 2, 4.0, id="one number measured twice: the faster"),
     ],
 )
@@ -138,6 +146,22 @@ def test_speeds_between_and_beyond_what_was_measured(
     points: tuple[tuple[int, float], ...], workers: int, speed: float
 ) -> None:
     assert ScalingCurve(points).speed(workers) == pytest.approx(speed)
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(1, 32), st.floats(1e-3, 1e4)), max_size=6),
+    capacity=st.integers(2, 32),
+    weight=st.sampled_from([1.0, 3.0]),
+)
+def test_no_figures_give_a_job_more_than_linear_scaling_does(
+    points: list[tuple[int, float]], capacity: int, weight: float
+) -> None:
+    honest = [asking("b", 32, curve=BENT), asking("c", 32)]
+    shares = [
+        decide("MaxThroughput", [asking("a", 32, curve=curve, weight=weight), *honest], capacity)["a"].workers
+        for curve in (ScalingCurve.of(points), ScalingCurve(((1, 1.0), (32, 32.0))))
+    ]
+    assert shares[0] <= shares[1]
 
 
 def test_a_point_that_is_no_measurement_is_left_out_or_refused() -> None:
