@@ -54,7 +54,7 @@ def countable(data: bytes | str) -> bytes | str:
     Every value but the first of a list or an object stands behind a comma, so commas, those in texts included, bound
     how many there are.
     """
-    values = data.count("," if isinstance(data, str) else b",")
+    values = data.count(",") if isinstance(data, str) else data.count(b",")
     if values > MAX_VALUES:
         raise msgspec.DecodeError(f"it has {values} values, and no message has more than {MAX_VALUES}")
     return data
