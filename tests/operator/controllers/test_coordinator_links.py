@@ -354,7 +354,7 @@ def test_where_all_say_too_much_the_namespace_that_says_most_is_left_alone() -> 
 
 
 def test_a_coordinator_that_sends_without_a_pause_is_left_alone() -> None:
-    hasty = dataclasses.replace(OPERATOR, statuses=dataclasses.replace(STATUSES, flood=0.1))
+    hasty = dataclasses.replace(OPERATOR, statuses=dataclasses.replace(STATUSES, job_rate=65_536.0, flood=0.1))
 
     async def story() -> None:
         async with operating(hasty) as operator, answering(talking(encode(coordinator_status()))) as address:

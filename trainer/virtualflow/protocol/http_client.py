@@ -161,7 +161,8 @@ class CoordinatorClient:
                     self._url + "/v1/watch",
                     params=query,
                     max_msg_size=self._settings.max_answer if most is None else most,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.request_timeout),
+                    # It says that it closes, and leaves: whoever waits for the answer would read a flood meanwhile.
+                    timeout=aiohttp.ClientWSTimeout(ws_close=0.0),
                     heartbeat=self._settings.request_timeout,
                 ) as stream:
                     tell(True)
