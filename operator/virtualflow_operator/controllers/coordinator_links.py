@@ -50,8 +50,8 @@ MAX_REASON = 400
 """Characters of what is said of a coordinator that misbehaves."""
 
 
-_BUFFERED = 448 << 10
-"""Bytes of a stream that lie in buffers while it has to wait,"""
+_BUFFERED = 64 << 10
+"""Bytes of a stream that come in at once while it has to wait,"""
 _AT_ONCE = 3
 """and statuses: the one that is read next, the one after it, and one that is coming in."""
 _KEPT_LOST = 64

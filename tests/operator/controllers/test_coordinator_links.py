@@ -335,7 +335,7 @@ def test_more_workers_than_a_job_can_have_are_no_status() -> None:
 
 
 def test_where_all_say_too_much_the_namespace_that_says_most_is_left_alone() -> None:
-    little = dataclasses.replace(OPERATOR, statuses=dataclasses.replace(STATUSES, held=1 << 20))
+    little = dataclasses.replace(OPERATOR, statuses=dataclasses.replace(STATUSES, held=256 << 10))
     large = encode(coordinator_status()).ljust(60_000)
 
     async def story() -> None:

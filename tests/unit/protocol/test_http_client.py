@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from aiohttp import web
 
 from ports import free_port
+from statuses import coordinator_status
 from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient
+from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
 
 TOKEN = "right"
@@ -105,5 +108,45 @@ def test_a_watcher_that_asks_for_too_much_quiet_is_refused() -> None:
         async with serving() as (_, port), client_of(port) as client:
             with pytest.raises(CallRefused, match="400"):
                 await anext(client.watch(86_400.0))
+
+    asyncio.run(story())
+
+
+def test_of_a_flood_little_is_read_ahead() -> None:
+    content = encode(coordinator_status()).ljust(16_384)
+    sent = 0
+
+    async def flood(request: web.Request) -> web.WebSocketResponse:
+        nonlocal sent
+        stream = web.WebSocketResponse(compress=False, writer_limit=len(content))
+        await stream.prepare(request)
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(content))
+        with suppress(ConnectionError):
+            while True:
+                await stream.send_bytes(content)
+                sent += len(content)
+                await asyncio.sleep(0)
+        return stream
+
+    async def wait_until_nothing_moves(_: int) -> None:
+        before, still = sent, 0
+        while still < 200:
+            await asyncio.sleep(0)
+            before, still = sent, still + 1 if sent == before else 0
+
+    async def story() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/watch", flood)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with client_of(runner.addresses[0][1]) as client, asyncio.timeout(60.0):
+            stream = client.watch(admit=wait_until_nothing_moves)
+            assert isinstance(stream, AsyncGenerator)
+            await anext(stream)
+            assert sent < 400_000
+            await stream.aclose()
+        await runner.cleanup()
 
     asyncio.run(story())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace, TracebackType
@@ -34,6 +35,8 @@ _PIECE = 65_536
 """Bytes of an answer that are read at once."""
 _CONNECTIONS = 4
 """Of one client: a stream or two, and calls."""
+_RECEIVED = 32 << 10
+"""Bytes of a stream that the kernel keeps (it doubles them), and that come in at once, however fast they are sent."""
 _CAUGHT_UP = 8
 """Messages of a stream that are passed over at once because a newer one is there already."""
 _DATA = (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY)
@@ -66,6 +69,21 @@ class StatusTooLarge(CoordinatorMisbehaves):
     """A status is larger than what its reader takes."""
 
 
+class _Stream(aiohttp.ClientWebSocketResponse):
+    """A stream whose reader may want nothing for a while: aiohttp by itself would read half a megabyte ahead."""
+
+    def keep_little(self) -> None:
+        self.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED)
+
+    def pause(self) -> None:
+        if self._conn is not None and self._conn.transport is not None:
+            self._conn.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._conn is not None and self._conn.transport is not None:
+            self._conn.transport.resume_reading()
+
+
 class CoordinatorClient:
     """Talks to the coordinator at ``url`` with the job's token; an asynchronous context manager.
 
@@ -91,6 +109,7 @@ class CoordinatorClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # no coordinator compresses, and little may become very much
             trace_configs=[tracing],
+            ws_response_class=_Stream,
         )
         return self
 
@@ -165,6 +184,7 @@ class CoordinatorClient:
                     timeout=aiohttp.ClientWSTimeout(ws_close=0.0),
                     heartbeat=self._settings.request_timeout,
                 ) as stream:
+                    assert isinstance(stream, _Stream)
                     tell(True)
                     async with contextlib.aclosing(self._read(stream, admit, keep)) as statuses:
                         async for status in statuses:
@@ -186,13 +206,18 @@ class CoordinatorClient:
 
     async def _read(
         self,
-        stream: aiohttp.ClientWebSocketResponse,
+        stream: _Stream,
         admit: Admit | None,
         keep: Callable[[Status], Status] | None,
     ) -> AsyncGenerator[Status]:
+        if admit is not None:
+            stream.keep_little()
         coming = asyncio.ensure_future(stream.receive())
         try:
             while True:
+                await asyncio.sleep(0)
+                if not coming.done():
+                    stream.resume()  # all that had come is read
                 message = await coming
                 if message.type is aiohttp.WSMsgType.ERROR and isinstance(message.data, aiohttp.WebSocketError):
                     too_large = message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
@@ -202,6 +227,7 @@ class CoordinatorClient:
                     return  # the connection broke, or was closed
                 coming = asyncio.ensure_future(stream.receive())
                 if admit is not None:
+                    stream.pause()
                     await admit(len(message.data))
                     for _ in range(_CAUGHT_UP):
                         await asyncio.sleep(0)
