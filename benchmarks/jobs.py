@@ -21,11 +21,11 @@ GRACE = 15
 
 
 def environment(**variables: str | int) -> dict[str, str]:
-    """One thread a worker, this tree's library and examples; nothing of a job around this one."""
+    """One thread a worker, this tree's library, examples and help of tests; nothing of a job around this one."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
     # Behind them what this process was given: packages of a machine that has none in its interpreter.
     given = [path for path in (os.environ.get("PYTHONPATH"),) if path]
-    path = os.pathsep.join([*(str(ROOT / part) for part in ("trainer", "operator", ".", "examples")), *given])
+    path = os.pathsep.join([*(str(ROOT / part) for part in ("trainer", "operator", ".", "examples", "tests")), *given])
     return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in variables.items()}
 
 
