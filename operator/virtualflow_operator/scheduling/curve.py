@@ -20,8 +20,8 @@ _EXACT = 1e-9
 """Differences below this part of a speed are rounding."""
 DOUBLING = 0.9
 """The default curve: with each doubling beyond the largest measured size, a worker brings this part of what it did."""
-_LARGEST = 4_096
-"""Workers of a job, at most."""
+_DOUBLINGS = 4
+"""So many; beyond them a worker brings no less. Each costs a decision about a thousand jobs some ms."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ScalingCurve:
                 corners.pop()
             corners.append((workers, highest))
         slope = _slope(*corners[-2:])
-        while slope > 0 and corners[-1][0] < _LARGEST:
+        for _ in range(_DOUBLINGS if slope > 0 else 0):
             workers, speed = corners[-1]
             slope *= DOUBLING
             corners.append((2 * workers, speed + slope * workers))

@@ -80,6 +80,8 @@ def _gains(demand: Demand, most: int, margin: float) -> tuple[int, ...]:
         has = max(workers, min(demand.allocated, upto))
         gains += [whole * kept] * (has - workers) + [whole * _SCALE] * (max(has, upto) - has)
         workers = max(workers, upto)
+        if workers == highest:
+            break
     return tuple(gains)
 
 
