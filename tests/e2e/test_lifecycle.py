@@ -96,7 +96,7 @@ def test_a_script_that_trains_twice_is_one_job_also_when_a_worker_is_lost_in_its
 
 
 def test_a_sidecar_that_never_ends_keeps_no_pod_of_a_worker_that_has(installed: Installed, start: Start) -> None:
-    manifest = digits("meshed", steps=3000, pause=0.05)
+    manifest = digits("meshed", steps=1500, pause=0.1)
     pod = manifest["spec"]["workerGroups"][0]["template"]["spec"]
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10**6)"
     pod["containers"].append({"name": "shipper", "image": TRAINER_IMAGE, "command": ["python", "-c", stubborn]})
@@ -116,7 +116,7 @@ def test_a_sidecar_that_never_ends_keeps_no_pod_of_a_worker_that_has(installed: 
     without(worker["metadata"]["name"], 60)
     job.wait_training(1)
     job.go_fast()
-    job.wait_phase("Complete", 120)
+    job.wait_phase("Complete", 240)
     until("no pod is left", lambda: not job.pods(), 60)
 
 
