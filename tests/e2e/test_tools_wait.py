@@ -78,6 +78,7 @@ def test_a_misspelt_field_and_a_volume_that_is_not_there_are_named(
     stuck = digits("stuck", elasticity={"startupDeadlineSeconds": 75})
     pod = stuck["spec"]["workerGroups"][0]["template"]["spec"]
     pod["volumes"].append({"name": "data", "configMap": {"name": "not-there"}})
+    container(stuck)["volumeMounts"].append({"name": "data", "mountPath": "/data"})
     jobs = start(misspelt), start(stuck)
     said = jobs[0].wait_condition("Progressing", "TemplateRejected", 30)["message"]
     assert 'unknown field "spec.containers[0].resourcess"' in said
