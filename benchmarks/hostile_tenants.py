@@ -14,8 +14,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import secrets
 import sys
 import tempfile
 import time
@@ -33,7 +31,7 @@ from tests.operator_metrics import requests, scrape
 
 from benchmarks import operator_scale
 from benchmarks.jobs import environment
-from benchmarks.operator_scale import ADDRESS, NAMESPACE, coordinators, following, insisting, leads, make_cluster
+from benchmarks.operator_scale import ADDRESS, NAMESPACE, coordinators, following, insisting, operated
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.versions import PROTOCOL
@@ -41,7 +39,6 @@ from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs.manifests import derive_token
 from virtualflow_operator.k8s.client import KubeApi, Object
 from virtualflow_operator.k8s.resources import JOBS, PODS, Resource
-from virtualflow_operator.settings import ApiSettings
 
 SIZES = (60, 500)
 """Hostile jobs."""
@@ -235,24 +232,8 @@ async def attack(api: KubeApi, process: psutil.Process, port: int, key: bytes, c
 
 async def measure(folder: Path, kubeconfig: Path, count: int, role: str) -> dict[str, Any]:
     """Start an operator, and attack it."""
-    key = folder / "key"
-    key.write_text(secrets.token_hex(32))
-    os.environ["KUBECONFIG"] = str(kubeconfig)
-    async with await KubeApi.connect(ApiSettings(request_timeout=120.0)) as api:
-        await make_cluster(api, 1)
-        health, port = kube_apiserver.free_port(), kube_apiserver.free_port()
-        variables = {"PYTHONPATH": environment()["PYTHONPATH"], "KUBECONFIG": str(kubeconfig)}
-        arguments = [
-            *("env", *(f"{name}={value}" for name, value in variables.items())),
-            *(sys.executable, "-m", "virtualflow_operator.controllers.main", "--image=operator:test"),
-            *(f"--key-file={key}", f"--lease-namespace={NAMESPACE}"),
-            *(f"--health-port={health}", f"--metrics-port={port}"),
-        ]
-        with kube_apiserver.running(arguments, folder / "operator.log") as process:
-            async with asyncio.timeout(120):
-                while not await asyncio.to_thread(leads, port):  # noqa: ASYNC110 - another process begins to answer
-                    await asyncio.sleep(0.2)
-            return await attack(api, psutil.Process(process.pid), port, key.read_bytes(), count, role)
+    async with operated(folder, kubeconfig, 1) as (api, key, process, port):
+        return await attack(api, process, port, key, count, role)
 
 
 def _row(found: dict[str, Any]) -> dict[str, Any]:

@@ -237,12 +237,14 @@ def leads(port: int) -> bool:
         return False
 
 
-async def measure(folder: Path, kubeconfig: Path, jobs: int) -> dict[str, Any]:
-    """All of it; the figures."""
+@asynccontextmanager
+async def operated(
+    folder: Path, kubeconfig: Path, nodes: int
+) -> AsyncIterator[tuple[KubeApi, bytes, psutil.Process, int]]:
+    """A cluster of so many nodes and an operator that leads: its API, the operator's key, its process, its metrics."""
     key = folder / "key"
     key.write_text(secrets.token_hex(32))
     os.environ["KUBECONFIG"] = str(kubeconfig)
-    nodes = -(-jobs * WORKERS // (len(KINDS) * A_NODE)) * 2  # twice the room that is needed: kinds need not be even
     async with await KubeApi.connect(ApiSettings(request_timeout=120.0)) as api:
         await make_cluster(api, nodes)
         health, port = kube_apiserver.free_port(), kube_apiserver.free_port()
@@ -257,7 +259,14 @@ async def measure(folder: Path, kubeconfig: Path, jobs: int) -> dict[str, Any]:
             async with asyncio.timeout(120):
                 while not await asyncio.to_thread(leads, port):  # noqa: ASYNC110 - another process begins to answer
                     await asyncio.sleep(0.2)
-            return await _burst(api, key.read_bytes(), psutil.Process(process.pid), port, jobs)
+            yield api, key.read_bytes(), psutil.Process(process.pid), port
+
+
+async def measure(folder: Path, kubeconfig: Path, jobs: int) -> dict[str, Any]:
+    """All of it; the figures."""
+    nodes = -(-jobs * WORKERS // (len(KINDS) * A_NODE)) * 2  # twice the room that is needed: kinds need not be even
+    async with operated(folder, kubeconfig, nodes) as (api, key, process, port):
+        return await _burst(api, key, process, port, jobs)
 
 
 async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, jobs: int) -> dict[str, Any]:
