@@ -22,11 +22,11 @@ from typing import Any
 from scenes import NOW, SETTINGS, Spec, Stage, edit, training
 
 import virtualflow_operator
-from virtualflow_operator.controllers.budgets import Bucket
 from virtualflow_operator.controllers.coordinator_links import _Line
 from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.reconcile import reconcile
+from virtualflow_operator.k8s import TokenBucket
 from virtualflow_operator.observability import Metrics
 
 ROOT = Path(virtualflow_operator.__file__).parent
@@ -137,7 +137,7 @@ async def trace_scale() -> tuple[Trace, list[str]]:
     manager.store._pods_of[KEY] = {pod.name: pod for pod in before.pods}
     assert before.link is not None
     coordinator: Any = _Coordinator()
-    bucket = Bucket(100.0, 100.0)
+    bucket = TokenBucket(100.0, 100.0)
     manager.links._lines[KEY] = _Line(
         before.link, before.pods[0].ip, lambda: coordinator, coordinator, 1 << 16, bucket, bucket
     )

@@ -1,6 +1,6 @@
 """What one job, one namespace and all together may cost the operator. Time comes in; nothing here looks at a clock.
 
-A job that floods slows itself down (:class:`Bucket`). Where the sum of many is too much, namespaces share evenly: in
+A job that floods slows itself down (a token bucket). Where the sum of many is too much, namespaces share evenly: in
 what is held in memory (:class:`Holdings`) and in what is read and decided (:class:`Turns`).
 """
 
@@ -10,40 +10,7 @@ import asyncio
 from collections import Counter as Tally
 from collections import deque
 
-from virtualflow_operator.k8s import Key
-
-
-class Bucket:
-    """Tokens that come back with time.
-
-    Args:
-        burst: how many there are at most.
-        refill: how many come back in a second.
-    """
-
-    def __init__(self, burst: float, refill: float) -> None:
-        self._burst, self._refill = burst, refill
-        self._tokens, self._at = burst, 0.0
-
-    def wait(self, now: float) -> float:
-        """Seconds until there is a whole token; 0: there is one."""
-        self._fill(now)
-        return max(0.0, (1.0 - self._tokens) / self._refill)
-
-    def spent(self, now: float) -> float:
-        """Tokens that have not come back yet."""
-        self._fill(now)
-        return self._burst - self._tokens
-
-    def spend(self, now: float, tokens: float = 1.0) -> float:
-        """Take tokens, on credit if there are too few; seconds until the debt is paid."""
-        self._fill(now)
-        self._tokens -= tokens
-        return max(0.0, -self._tokens / self._refill)
-
-    def _fill(self, now: float) -> None:
-        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._refill)
-        self._at = max(self._at, now)
+from virtualflow_operator.k8s import Key, TokenBucket
 
 
 class Holdings:
@@ -90,12 +57,12 @@ class Turns:
     """
 
     def __init__(self, rate: float, burst: float) -> None:
-        self._bucket = Bucket(burst, rate)
+        self._bucket = TokenBucket(burst, rate)
         self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}
         self._had: dict[str, float] = {}
-        """Units that each namespace has had; one that comes anew begins with as many as the one that was served last"""
+        """Units that each namespace has had."""
         self._served = 0.0
-        """had then."""
+        """Those of the one that was served last, before it was; a namespace that comes anew begins with as many."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, key: Key, units: float) -> None:

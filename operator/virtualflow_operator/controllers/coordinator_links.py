@@ -33,9 +33,9 @@ from virtualflow.protocol.http_client import (
 )
 from virtualflow_operator.api import CoordinatorLink, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
-from virtualflow_operator.controllers.budgets import Bucket, Holdings, Turns
+from virtualflow_operator.controllers.budgets import Holdings, Turns
 from virtualflow_operator.jobs import derive_token
-from virtualflow_operator.k8s import Key
+from virtualflow_operator.k8s import Key, TokenBucket
 from virtualflow_operator.observability import Metrics
 from virtualflow_operator.settings import OperatorSettings
 
@@ -51,9 +51,9 @@ MAX_REASON = 400
 
 
 _BUFFERED = 64 << 10
-"""Bytes of a stream that come in at once while it has to wait,"""
+"""Bytes of a stream that come in at once while it has to wait."""
 _AT_ONCE = 3
-"""and statuses: the one that is read next, the one after it, and one that is coming in."""
+"""Statuses that do: the one that is read next, the one after it, and one that is coming in."""
 _KEPT_LOST = 64
 _KEPT_CHANGES = 20
 _KEPT_RUNS = 10
@@ -72,9 +72,9 @@ class _Line:
     client: CoordinatorClient
     most: int
     """Bytes of the largest status that it may send just now."""
-    news: Bucket
+    news: TokenBucket
     """Times that news may have the job reconciled."""
-    bytes: Bucket
+    bytes: TokenBucket
     """That may be read of it."""
     task: asyncio.Task[None] | None = None
     pods: int = 0
@@ -143,8 +143,8 @@ class CoordinatorLinks:
             connect,
             connect(),
             limits.usual,
-            Bucket(limits.news_burst, limits.news_refill),
-            Bucket(limits.job_rate, limits.job_rate),
+            TokenBucket(limits.news_burst, limits.news_refill),
+            TokenBucket(limits.job_rate, limits.job_rate),
             pods=workers,
         )
         self._lines[key] = line
@@ -308,7 +308,7 @@ class CoordinatorLinks:
     def _shed(self, key: Key, line: _Line) -> None:
         """Leave a coordinator alone that has most of what there is too little of."""
         pause = self._settings.refused_retry
-        line.most, line.kept, line.flooding_since = self._limits.usual, 0, None
+        self._release(key, line)
         line.quiet_until = asyncio.get_running_loop().time() + pause
         busy = f"all coordinators say too much, and those of the namespace {key[0]} say most"
         line.link = CoordinatorLink(line.link.pod, False, time.time(), busy=busy)

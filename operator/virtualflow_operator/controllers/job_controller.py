@@ -27,7 +27,6 @@ from virtualflow_operator.api import (
 )
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.admissions import Admissions
-from virtualflow_operator.controllers.budgets import Bucket
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring
 from virtualflow_operator.controllers.workqueue import RetryLater
@@ -62,6 +61,7 @@ from virtualflow_operator.k8s import (
     KubeApi,
     NotFound,
     Store,
+    TokenBucket,
 )
 from virtualflow_operator.observability import JobSample, Metrics, job_context
 from virtualflow_operator.settings import OperatorSettings
@@ -100,7 +100,7 @@ class _Memory:
     """Since when (monotonic) a loss is known that nobody has recovered from."""
     worker_seconds: WorkerSeconds | None = None
     """The latest that a coordinator has told."""
-    writes: Bucket = field(default_factory=lambda: Bucket(_WRITES_AT_ONCE, 1.0))
+    writes: TokenBucket = field(default_factory=lambda: TokenBucket(_WRITES_AT_ONCE, 1.0))
     """Times that the status may be written."""
     written_at: float = -math.inf
     """When it was (monotonic)."""

@@ -3,7 +3,7 @@
 from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
 from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
-from virtualflow_operator.k8s.event_recorder import EventRecorder
+from virtualflow_operator.k8s.event_recorder import EventRecorder, TokenBucket
 from virtualflow_operator.k8s.following import ForeignPodWatch, WorkloadWatch
 from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
@@ -50,6 +50,7 @@ __all__ = [
     "NotFound",
     "Resource",
     "Store",
+    "TokenBucket",
     "WorkloadWatch",
     "bounded_response",
     "key_of",

@@ -29,12 +29,12 @@ REPEAT_WINDOW = 600.0
 """The same event within this time is counted up in the one that exists."""
 BURST = 25
 """Events that one job may have at once."""
-REFILL = 30.0
-"""After a burst, one job gets one event in this time."""
+REFILL = 1 / 30
+"""After a burst, one job gets so many in a second."""
 NAMESPACE_BURST = 2_000
 """Events that the jobs of one namespace may have at once."""
-NAMESPACE_REFILL = 0.1
-"""After a burst, they get one event in this time."""
+NAMESPACE_REFILL = 10.0
+"""After a burst, they get so many in a second."""
 MESSAGE_BYTES = 1_024
 """What the API server takes in a message; a longer one is cut."""
 EventType = Literal["Normal", "Warning"]
@@ -57,21 +57,45 @@ class EventApi(Protocol):
         """Merge into an object and return the outcome."""
 
 
+class TokenBucket:
+    """Tokens that come back with time.
+
+    Args:
+        burst: how many there are at most.
+        refill: how many come back in a second.
+    """
+
+    def __init__(self, burst: float, refill: float) -> None:
+        self._burst, self._refill = burst, refill
+        self._tokens, self._at = burst, 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds until there is a whole token; 0: there is one."""
+        self._fill(now)
+        return max(0.0, (1.0 - self._tokens) / self._refill)
+
+    def spent(self, now: float) -> float:
+        """Tokens that have not come back yet."""
+        self._fill(now)
+        return self._burst - self._tokens
+
+    def spend(self, now: float, tokens: float = 1.0) -> float:
+        """Take tokens, on credit if there are too few; seconds until the debt is paid."""
+        self._fill(now)
+        self._tokens -= tokens
+        return max(0.0, -self._tokens / self._refill)
+
+    def _fill(self, now: float) -> None:
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._refill)
+        self._at = max(self._at, now)
+
+
 @dataclass
-class _Bucket:
+class _Allowance:
     """The events that one job, or namespace, may still have."""
 
-    most: float
-    refill: float
-    tokens: float
-    filled: float
+    bucket: TokenBucket
     dropped: int = 0
-
-    def fill(self, now: float) -> bool:
-        """Count what has come back by now; whether there is a token."""
-        self.tokens = min(self.most, self.tokens + (now - self.filled) / self.refill)
-        self.filled = now
-        return self.tokens >= 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +130,7 @@ class EventRecorder:
         self._instance = (instance or MANAGER)[:MAX_INSTANCE]
         self._clock = clock
         self._wall = wall
-        self._buckets: _Latest[_Bucket] = _Latest(remembered)
+        self._allowances: _Latest[_Allowance] = _Latest(remembered)
         self._written: _Latest[_Written] = _Latest(remembered)
 
     async def record(self, job: dict[str, Any], kind: EventType, reason: str, message: str) -> None:
@@ -181,25 +205,25 @@ class EventRecorder:
     def _admit(self, uid: str, metadata: dict[str, Any], reason: str, message: str) -> bool:
         """Take a token of the job's bucket, and of its namespace's; without both the event goes to the log only."""
         name = metadata["name"]
-        bucket = self._bucket(uid, BURST, REFILL)
-        shared = self._bucket(f"namespace {metadata['namespace']}", NAMESPACE_BURST, NAMESPACE_REFILL)
+        own = self._allowance(uid, BURST, REFILL)
+        shared = self._allowance(f"namespace {metadata['namespace']}", NAMESPACE_BURST, NAMESPACE_REFILL)
         now = self._clock()
-        if not (bucket.fill(now) and shared.fill(now)):
-            bucket.dropped += 1
-            level = logging.WARNING if bucket.dropped == 1 else logging.DEBUG
+        if own.bucket.wait(now) or shared.bucket.wait(now):
+            own.dropped += 1
+            level = logging.WARNING if own.dropped == 1 else logging.DEBUG
             logger.log(level, "too many events on %s; this one is only logged: %s: %s", name, reason, message)
             return False
-        if bucket.dropped:
-            logger.info("%d events on %s were only logged", bucket.dropped, name)
-            bucket.dropped = 0
-        bucket.tokens -= 1
-        shared.tokens -= 1
+        if own.dropped:
+            logger.info("%d events on %s were only logged", own.dropped, name)
+            own.dropped = 0
+        own.bucket.spend(now)
+        shared.bucket.spend(now)
         return True
 
-    def _bucket(self, whose: str, burst: float, refill: float) -> _Bucket:
-        bucket = self._buckets.get(whose) or _Bucket(burst, refill, burst, self._clock())
-        self._buckets.put(whose, bucket)
-        return bucket
+    def _allowance(self, whose: str, burst: float, refill: float) -> _Allowance:
+        allowance = self._allowances.get(whose) or _Allowance(TokenBucket(burst, refill))
+        self._allowances.put(whose, allowance)
+        return allowance
 
     def _now(self) -> str:
         return self._wall().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
-from virtualflow_operator.controllers.budgets import Bucket, Holdings, Turns
+from virtualflow_operator.controllers.budgets import Holdings, Turns
+from virtualflow_operator.k8s import TokenBucket
 
 ONE, OTHER, HONEST = ("hostile", "one"), ("hostile", "other"), ("honest", "digits")
 
 
 def test_a_bucket_gives_its_burst_and_then_what_comes_back() -> None:
-    bucket = Bucket(2.0, 0.5)
+    bucket = TokenBucket(2.0, 0.5)
     assert [bucket.wait(10.0), bucket.spend(10.0), bucket.spend(10.0)] == [0.0, 0.0, 0.0]
     assert bucket.wait(10.0) == 2.0
     assert bucket.wait(11.0) == 1.0

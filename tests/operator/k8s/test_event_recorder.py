@@ -209,5 +209,5 @@ def test_memory_is_bounded() -> None:
     recorder = server.recorder(remembered=10)
     for number in range(100):
         record(recorder, f"event {number}", uid=f"uid-{number}")
-    assert len(recorder._buckets._entries) == len(recorder._written._entries) == 10
+    assert len(recorder._allowances._entries) == len(recorder._written._entries) == 10
     assert len(server.events) == 100
