@@ -355,10 +355,7 @@ class JobController:
 
     async def _delete_pod(self, key: Key, namespace: str, action: DeletePod) -> None:
         pod = next((p for p in self._store.pods_of(key) if p.uid == action.uid), None)
-        if pod is None:
-            return
-        sooner = action.grace is not None and time.time() + action.grace < (pod.deleting_at or 0.0)
-        if pod.terminating and not sooner:
+        if pod is None or pod.terminating:
             return
         logger.info("deleting the pod %s: %s", action.name, action.reason)
         grace = None if action.grace is None else int(action.grace)

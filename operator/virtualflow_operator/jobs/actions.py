@@ -163,9 +163,12 @@ class Draft:
             self._doomed.add(pod.uid)
             self.actions.append(DeletePod(pod.name, pod.uid, reason, cause, grace))
 
-    def end_lingering(self, pod: Pod, now: float) -> None:
-        """End a pod whose worker has ended, and sidecars have not; its own grace is the worker's, and may be long."""
-        if pod.deleting_at is None or pod.deleting_at > now + LINGER_GRACE + 1:
+    def end_lingering(self, pod: Pod) -> None:
+        """End a pod whose worker has ended, and sidecars have not; its own grace is the worker's, and may be long.
+
+        One that is being deleted is left alone: a kubelet waits as long as the first deletion has said.
+        """
+        if not pod.terminating:
             self.delete(pod, "its worker has ended, and its sidecars have not", "sidecar", LINGER_GRACE)
 
     def wake(self, at: float | None) -> None:

@@ -207,7 +207,7 @@ def clear_up(facts: JobFacts, draft: Draft) -> None:
     waited_for = False
     for worker in facts.pods.workers:
         if worker.pod.lingers:
-            draft.end_lingering(worker.pod, facts.now)
+            draft.end_lingering(worker.pod)
         elif not worker.pod.live:
             waited_for = waited_for or (worker.pod.terminating and not worker.pod.finished and patient)
         elif patient and worker.standing in ("training", "draining", "done"):

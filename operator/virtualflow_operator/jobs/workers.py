@@ -325,6 +325,6 @@ def delete_ended(facts: JobFacts, draft: Draft) -> None:
     for worker in facts.pods.of("left", "disrupted", "crashed", "refused", "unfit"):
         counted = worker.fate not in ("crashed", "refused") or worker.pod.uid in draft.status.failures.counted
         if counted and worker.pod.lingers:
-            draft.end_lingering(worker.pod, facts.now)
+            draft.end_lingering(worker.pod)
         elif counted and not worker.pod.terminating and not worker.pod.saw_the_end:
             draft.delete(worker.pod, worker.reason, worker.fate)

@@ -134,10 +134,9 @@ def test_a_sidecar_that_never_ends_holds_no_device_behind_a_worker_that_saw_the_
     plan = stage.decide()
     assert (deleted(plan), plan.status.phase) == ([first.name], "Running")
     assert plan.actions[0].grace == LINGER_GRACE  # type: ignore[union-attr]
-    swap(stage, dataclasses.replace(lingers, deleting_at=NOW + 9))
-    assert stage.decide().actions == (), "it has been told"
-    swap(stage, dataclasses.replace(lingers, deleting_at=NOW + 600))
-    assert deleted(stage.decide()) == [first.name], "a drain's grace is for the worker"
+    for deleting_at in (NOW + 9, NOW + 600):
+        swap(stage, dataclasses.replace(lingers, deleting_at=deleting_at))
+        assert stage.decide().actions == (), "a kubelet would not end it sooner"
 
     # Another script's error afterwards does not undo what the first one has saved, whose pod is gone.
     stage.pods = [stage.pods[0], ended(second, 1, word=DONE)]
