@@ -225,10 +225,10 @@ def test_transformers_masks_follow_from_the_seed_and_the_virtual_node() -> None:
 # --- another one in each worker ---------------------------------------------------------------------------------------
 
 
-def described(dataset: Any, workers: int = 0, **settings: Any) -> dict[str, str]:
+def described(dataset: Any, workers: int = 0, *, seconds: float = 600.0) -> dict[str, str]:
     source = opened(dataset, num_workers=workers)
     try:
-        return describe_contents(dataset, source, samples=len(dataset), settings=ContentSettings(**settings))
+        return describe_contents(dataset, source, samples=len(dataset), settings=ContentSettings(seconds=seconds))
     finally:
         source.close()
 
