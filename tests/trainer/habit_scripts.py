@@ -77,6 +77,47 @@ def a_python_counter_in_forward() -> Trained:
     return trained(run, model, optimizer)
 
 
+def a_learning_rate_set_from_each_loss() -> Trained:
+    model = mlp()
+    optimizer = sgd(model)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        found = squares(model(x), y)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + found.item())
+        return found
+
+    with start(model, optimizer) as run:
+        loop(run, model, loss=loss)
+    return trained(run, model, optimizer)
+
+
+def a_learning_rate_set_by_the_step_number() -> Trained:
+    model = mlp()
+    optimizer = sgd(model)
+
+    def warm_up(step: vf.Step) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * step.number / STEPS
+
+    with start(model, optimizer) as run:
+        loop(run, model, inside=warm_up)
+    return trained(run, model, optimizer)
+
+
+def a_scaler_stepped_by_the_script() -> Trained:
+    model = mlp()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def update(step: vf.Step) -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    with start(model, optimizer) as run:
+        loop(run, model, loss=lambda x, y: scaler.scale(squares(model(x), y)), after=update)
+    return trained(run, model, optimizer)
+
+
 def clamp(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():

@@ -210,9 +210,35 @@ def test_a_whole_number_that_changes_unnamed_is_told_of_once(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "virtualflow"):
         count({"load": "sum"})
         count(SUMS)
-    (told,) = [record.message for record in caplog.records if "forward pass" in record.message]
+    (told,) = [record.message for record in caplog.records if "have no mean" in record.message]
     assert told.startswith("the forward pass changes the buffers replaced, seen, which have no mean: of each step the")
     assert 'buffers={"replaced": "sum"}' in told
+
+
+def test_a_number_of_the_scripts_own_module_that_becomes_a_mean_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "virtualflow"):
+        count({name: kind for name, kind in SUMS.items() if name != "load"})
+        count(SUMS)
+    (told,) = [record.message for record in caplog.records if "the mean over" in record.message]
+    assert told.startswith("the forward pass changes the buffer load, of which the mean over the step's virtual nodes")
+    assert 'buffers={"load": "sum"}' in told
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(6), type("MyNorm", (nn.BatchNorm1d,), {})(6)])
+def test_statistics_of_torchs_own_modules_are_no_news(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(module, nn.Linear(6, 4))
+    data = TensorDataset(torch.randn(48, 6), torch.randn(48, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with (
+        caplog.at_level(logging.INFO, "virtualflow"),
+        vf.elastic(model, optimizer, data, batch_size=24, steps=2, virtual_nodes=2) as run,
+    ):
+        for step in run:
+            for x, y in step:
+                F.mse_loss(model(x), y).backward()
+    assert not [record.message for record in caplog.records if "forward pass" in record.message]
 
 
 @pytest.mark.parametrize(

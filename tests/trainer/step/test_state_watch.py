@@ -30,7 +30,7 @@ from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Shards, Update
 from virtualflow.step.placement import DevicePlacement
 from virtualflow.step.settings import StateWatchSettings
-from virtualflow.step.state_watch import Diverged, Divergence, StateWatch, find_divergence
+from virtualflow.step.state_watch import SETTINGS, Diverged, Divergence, StateWatch, find_divergence
 from virtualflow.worker.divergence import describe_divergence
 
 Worker = tuple[nn.Module, torch.optim.Optimizer]
@@ -86,6 +86,20 @@ def sweep(workers: list[StateWatch], steps: range) -> list[Divergence] | None:
         with ThreadPoolExecutor(len(workers)) as threads:
             return list(threads.map(compare, range(len(workers))))
     return None
+
+
+def test_a_setting_of_the_optimizer_that_differs_is_found_in_the_step_that_would_use_it() -> None:
+    workers = [make("adamw") for _ in range(3)]
+    watches = [watch(worker) for worker in workers]
+    for one in watches:
+        one.take_up(1)
+    workers[1][1].param_groups[0]["lr"] *= 2  # in the inner loop, when the state has been taken up already
+    values = [one.value for one in watches]
+    assert values[0] == values[2] != values[1]
+    assert [find.tensor for find in sweep(watches, range(2, 3)) or []] == [SETTINGS] * 3
+    said = describe_divergence(Divergence(2, 0, SETTINGS, (1,)), ["a", "b", "c"])
+    assert "first in the optimizer's settings: b against 2 of 3" in said
+    assert said.endswith("from step.metrics, which are equal on all workers, or from step.number")
 
 
 @pytest.mark.parametrize("flips", [30, nightly(1_000)])

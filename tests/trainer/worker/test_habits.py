@@ -5,6 +5,7 @@ The rows are those of docs/reference/scripts.md.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ EQUAL = [
     habits.gradients_zeroed_before_backward,
     habits.weights_put_back_to_the_bit,
     habits.synchronized_batch_norm,
+    habits.a_learning_rate_set_by_the_step_number,
     habits.activation_checkpointing_with_batch_norm,
 ]
 
@@ -53,6 +55,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (habits.the_optimizer_stepped_in_the_inner_loop, r"has called SGD.step\(\).*; remove the call"),
     (habits.the_optimizer_stepped_after_the_step, r"has called SGD.step\(\).*; remove the call"),
+    (habits.a_scaler_stepped_by_the_script, r"has called GradScaler.step\(\).*pass scaler= to vf.elastic"),
+    (habits.a_learning_rate_set_from_each_loss, "sets the learning rate.* once a step, from step.number, or after"),
     (habits.a_second_optimizer_stepped_by_the_script, r"an optimizer \(Adam\) that the library does not know"),
     (
         habits.an_average_of_weights,
@@ -149,12 +153,59 @@ def test_a_loop_left_by_a_counter_is_found_when_others_go_on(start_job: Callable
     assert all("end the training by steps= or step.number" in text for text in told)
 
 
+def clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def backward_once_more(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.cat([p.flatten() for p in model.parameters()]).norm().backward()
+
+
+def give_noise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+def read_norm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("after", "warned"),
+    [
+        (clip, 1),
+        (backward_once_more, 1),
+        (give_noise, 1),
+        (read_norm, 0),
+        (lambda model, optimizer: optimizer.zero_grad(), 0),
+        (lambda model, optimizer: optimizer.zero_grad(set_to_none=False), 0),
+    ],
+    ids=["clipped", "backward", "replaced", "read", "none", "zeroed"],
+)
+def test_gradients_changed_after_the_step_are_told_of_once(
+    after: Callable[[nn.Module, torch.optim.Optimizer], None], warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = habits.mlp()
+    optimizer = habits.sgd(model)
+    with caplog.at_level(logging.WARNING, "virtualflow"), habits.start(model, optimizer) as run:
+        habits.loop(run, model, after=lambda step: after(model, optimizer))
+    told = [record.message for record in caplog.records if "clip_grad_norm=" in record.message]
+    assert len(told) == warned
+    assert all("gradient of 0.weight after the step" in text for text in told)
+
+
 ATTEMPT = Attempt(1)
 
 
 def guard_of(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: int) -> Guard:
     return Guard(
-        model, optimizer, travels=lambda _: False, schedulers=(), sharded=False, settings=GuardSettings(**settings)
+        model,
+        optimizer,
+        travels=lambda _: False,
+        schedulers=(),
+        sharded=False,
+        settings=GuardSettings(**settings),
+        warn=lambda _: None,
     )
 
 

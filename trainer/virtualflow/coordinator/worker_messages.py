@@ -309,7 +309,8 @@ def _done(state: JobState, worker: Worker, done: m.Done) -> None:
     if result is not None and done.digest != result.digest and bits_count and not state.failed:
         state.fail(
             f"{worker.name} ended with weights {done.digest[:12]} and another worker with {result.digest[:12]}: "
-            "the training is not deterministic on these machines (see docs/explanation/determinism.md)"
+            "either code of the script ran on some workers only (under run.leader, for example) and changed the model "
+            "or drew random numbers, or these machines compute differently (see docs/explanation/determinism.md)"
         )
         return
     state.history.step = done.step

@@ -19,12 +19,13 @@ from virtualflow.step.repetition import LOOKS_AHEAD, Repetition, copy_data, forg
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.spot_checker import Doubted, SpotChecker
 from virtualflow.step.spot_checks import choose_judges, describe_open_doubt, judge
-from virtualflow.step.state_watch import Diverged, Divergence
+from virtualflow.step.state_watch import SETTINGS, Diverged, Divergence
 from virtualflow.step.update import Update
 
 __all__ = [
     "HOST",
     "LOOKS_AHEAD",
+    "SETTINGS",
     "Attempt",
     "BackwardCut",
     "BatchNorm",

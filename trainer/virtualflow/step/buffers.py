@@ -213,6 +213,11 @@ class BufferTracker:
         """Whether one virtual node's change of a buffer is to count: batch norm's count of its own calls."""
         return self._buffers[name].attribute == "num_batches_tracked"
 
+    def is_statistic(self, name: str) -> bool:
+        """Whether a buffer is known to be one whose mean over virtual nodes is right: those of torch's own modules."""
+        module = self._buffers[name].module
+        return isinstance(module, nn.modules.batchnorm._NormBase) or type(module).__module__.startswith("torch.")
+
     def _prepare(self, schema: Schema) -> _Routine:
         known = (*schema.averaged, *schema.copied)
         buffers = [self._buffers[name] for name in known]

@@ -60,6 +60,8 @@ class Reduced:
     """The parameters, by place, that the first virtual node has frozen or unfrozen: what holds after the step."""
     copied: tuple[str, ...]
     """Buffers of which one virtual node's value counts, since this step."""
+    averaged: tuple[str, ...]
+    """Those of which the mean over virtual nodes counts, since this step, and that are not of torch's own modules."""
 
 
 _UNTOUCHED = Settled()
@@ -396,7 +398,12 @@ class GradientSync:
             for name in self.schema.copied
             if name not in self.settled.copied and not self._buffers.counts_silently(name)
         )
-        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers, switched, copied)
+        averaged = tuple(
+            name
+            for name in (() if self.schema is self.settled else self.schema.averaged)
+            if name not in self.settled.averaged and not self._buffers.is_statistic(name)
+        )
+        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers, switched, copied, averaged)
 
     def _await_early(
         self,

@@ -8,6 +8,7 @@ a joiner gets no state for it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from virtualflow.state import optimizers_of
 from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.partial_step import HARMLESS
 from virtualflow.step.settings import GuardSettings
+from virtualflow.step.state_watch import settings_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size of an element, types as which the bits of others can be added up."""
@@ -39,6 +41,7 @@ class Guard(StepPart):
         schedulers: that the library knows.
         sharded: whether each worker keeps a share of the optimizer only.
         settings: how often contents are looked at.
+        warn: tells the user.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Guard(StepPart):
         schedulers: Sequence[Any],
         sharded: bool,
         settings: GuardSettings,
+        warn: Callable[[str], None],
     ) -> None:
         named = list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
@@ -59,6 +63,11 @@ class Guard(StepPart):
         self._groups = self._describe_groups()
         self.place: Place = "library"
         """Whose code runs; the loop says it."""
+        self._warn: Callable[[str], None] | None = warn
+        self._gradients: list[tuple[Tensor | None, int]] | None = None
+        """Behind a step that is looked at, what its update was made from, each with its version."""
+        self._set: list[Any] | None = None
+        """The optimizer's settings behind the first virtual node of an attempt."""
         self._attempts = 0
         self._versions: list[int] = []
         self._sums: list[Tensor] | None = None
@@ -95,6 +104,15 @@ class Guard(StepPart):
         """
         if look or (self._sums is not None and self._changed()):
             self._refuse_change(_BETWEEN_NODES)
+        present = settings_of(self._optimizer)
+        if self._set is None:
+            self._set = present
+        elif present != self._set:
+            raise ConfigurationError(
+                "the script sets the learning rate, or another setting of the optimizer, to different values for the "
+                "micro-batches of one step, and the update uses the last one, which depends on who computes which; set "
+                "it once a step, from step.number, or after the step from step.metrics"
+            )
 
     def computed(self, attempt: Attempt) -> None:
         """All virtual nodes have been computed. Versions only grow, so they tell of all of them.
@@ -135,11 +153,37 @@ class Guard(StepPart):
 
     def forget(self) -> None:
         """The state is another one, for good reason."""
-        self._versions, self._sums, self.looks = [], None, False
+        self._versions, self._sums, self.looks, self._set = [], None, False, None
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def after_update(self) -> None:
+        """A step was made: what the script does to its gradients from here on comes too late."""
+        if self._warn is not None and self._is_looked_at():
+            self._gradients = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
+
+    def look_at_gradients(self) -> None:
+        """The script's code behind the step has run: warn, once, of gradients that it has changed for nothing."""
+        noted, self._gradients = self._gradients, None
+        if noted is None or self._warn is None:
+            return
+        for name, parameter, (before, version) in zip(self._names, self._parameters, noted, strict=True):
+            gradient = parameter.grad
+            if gradient is None or (gradient is before and gradient._version == version) or not gradient.any():
+                continue
+            self._warn(
+                f"the script has changed the gradient of {name} after the step, whose update was made before, so that "
+                "has no effect on the training; clip by clip_grad_norm= or clip_grad_value= of vf.elastic, and call "
+                "backward in the loop over the micro-batches"
+            )
+            self._warn = None
+            return
+
+    def _is_looked_at(self) -> bool:
+        return self._attempts <= self._settings.first or self._attempts % self._settings.every == 0
 
     def _note(self) -> None:
-        settings = self._settings
-        looks = self.looks = self._attempts <= settings.first or self._attempts % settings.every == 0
+        looks = self.looks = self._is_looked_at()
         self._versions = [parameter._version for parameter in self._parameters]
         self._sums = [add_bits(parameter) for parameter in self._parameters] if looks else None
 
@@ -193,6 +237,12 @@ class Guard(StepPart):
         name = type(optimizer).__name__
         if self.place == "library" or (self.place == "between steps" and self._travels(optimizer)):
             return
+        if _in_scaler():
+            raise ConfigurationError(
+                "the script has called GradScaler.step(), and the library steps the optimizer when the gradients of "
+                "all micro-batches are there; pass scaler= to vf.elastic and keep scaler.scale(loss), but remove the "
+                "calls of unscale_, step and update (clip by clip_grad_norm=)"
+            )
         if any(optimizer is part for part in self._optimizers):
             raise ConfigurationError(
                 f"the script has called {name}.step(), and the library steps the optimizer when the gradients of all "
@@ -202,6 +252,16 @@ class Guard(StepPart):
             f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
             "would not get its state; pass it to vf.elastic, in a list with the other one, and remove the call"
         )
+
+
+def _in_scaler() -> bool:
+    """Whether a ``GradScaler`` steps the optimizer."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return True
+    return False
 
 
 def _watch_steps(told: Callable[[torch.optim.Optimizer], None]) -> Any:

@@ -37,6 +37,10 @@ _ROW = 4_096
 """Bytes that are added up to one number."""
 _UNDIVIDED = 1 << 62
 
+SETTINGS = "the optimizer's settings"
+"""Stands in a divergence for the learning rate and the other numbers of its groups."""
+_PLAIN = frozenset({float, int, bool, str, tuple})
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -125,6 +129,8 @@ class StateWatch(StepPart):
         self._enters = False
         """Whether the generation's first step is still to come."""
         self._step = 0
+        self._settings: tuple[list[Any], int] = ([], 0)
+        """The optimizer's, when they were hashed last, and their hash."""
         self._condensed: list[tuple[str, Tensor]] = []
         self._hashes: list[tuple[str, int]] = []
         self._condensed_shares: list[tuple[str, KeptPart]] = []
@@ -164,8 +170,11 @@ class StateWatch(StepPart):
         """The hash of this step's part, and the balance of that of the shares, as int64; 0 for none."""
         if self._condensed:
             names, condensed = zip(*self._condensed, strict=True)
-            self._hashes = list(zip(names, hashes_of(condensed), strict=True))
+            self._hashes = [*zip(names, hashes_of(condensed), strict=True)]
             self._condensed = []
+        if self._step and (not self._hashes or self._hashes[-1][0] != SETTINGS):
+            # As the update will find them: what is hashed above is from before the forward pass.
+            self._hashes.append((SETTINGS, self._hash_settings()))
         for name, kept in self._condensed_shares:
             # With its name: else one fault in equal states of two parameters, such as their step, would cancel out.
             found = hash_of(name.encode() + struct.pack("<q", hash_of(kept.raw)))
@@ -173,6 +182,12 @@ class StateWatch(StepPart):
             self._balance += found * (len(kept.keepers) - 1 if kept.rank == kept.keepers[0] else -1)
         self._condensed_shares = []
         return _wrapped(self._common + self._balance)
+
+    def _hash_settings(self) -> int:
+        present = settings_of(self._optimizer)
+        if present != self._settings[0]:
+            self._settings = present, hash_of(repr(present).encode())
+        return self._settings[1]
 
     @property
     def _common(self) -> int:
@@ -253,6 +268,11 @@ class _Account(msgspec.Struct, frozen=True, array_like=True):
 
     common: tuple[int, ...]
     kept: tuple[_KeptHash, ...]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The plain numbers, texts and tuples in an optimizer's groups, such as each one's learning rate."""
+    return [v for group in optimizer.param_groups for v in group.values() if type(v) in _PLAIN]
 
 
 def bytes_of_state(

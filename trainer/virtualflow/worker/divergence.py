@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from virtualflow.errors import ConfigurationError, StatesDiffer
 from virtualflow.protocol import messages as m
 from virtualflow.state import Checkpointer
-from virtualflow.step import Divergence
+from virtualflow.step import SETTINGS, Divergence
 
 
 def end_by_divergence(found: Divergence, members: Sequence[m.Member], checkpointer: Checkpointer) -> StatesDiffer:
@@ -37,10 +37,19 @@ def describe_divergence(found: Divergence, names: Sequence[str]) -> str:
         who = f"{_listed([names[rank] for rank in found.odd])} against {len(names) - len(found.odd)} of {len(names)}"
     else:
         who = f"{_listed(names)}, of which no majority is equal"
+    if found.tensor == SETTINGS:
+        remedy = (
+            "the script sets one, such as the learning rate, from what each worker computes for itself; set it after "
+            "the step from step.metrics, which are equal on all workers, or from step.number"
+        )
+    else:
+        remedy = (
+            "look at the memory of that machine, and for code that changes the model or the optimizer on some workers "
+            "only"
+        )
     return (
         f"the workers' states differ before step {found.step}, first in {found.tensor}: {who}; the last state that all "
-        f"are known to have had alike is that of step {found.agreed}: look at the memory of that machine, and for code "
-        "that changes the model or the optimizer on some workers only"
+        f"are known to have had alike is that of step {found.agreed}: {remedy}"
     )
 
 

@@ -158,6 +158,7 @@ class Loop:
         context = self.context
         self._look()
         self._guard.check_after_step()
+        self._guard.look_at_gradients()
         context.training.arrive()
         if self._parts.after_script and self._state.has_state:
             leaves = context.session.stopping or context.membership.agreed is not None
@@ -261,6 +262,7 @@ class Loop:
                 self._saving.step_is_new = True
             if self._guard.sharded:
                 self._guard.between()
+            self._guard.after_update()
             self.seed_between_steps()
             self._activity.mark(BETWEEN, number)
         finally:
@@ -483,6 +485,8 @@ class Loop:
             commit(attempt)
         if reduced.copied:
             self._cautions.tell_of_copied(reduced.copied)
+        if reduced.averaged:
+            self._cautions.tell_of_averaged(reduced.averaged)
         if change is not None:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)

@@ -224,6 +224,17 @@ class Cautions:
                 f'added up by vf.elastic(..., buffers={{"{names[0]}": "sum"}})',
             )
 
+    def tell_of_averaged(self, names: Sequence[str]) -> None:
+        """A step is made in which these buffers of the script's own modules have changed; each is told of once."""
+        if names and self._session.state.leader:
+            buffers = "buffer" if len(names) == 1 else "buffers"
+            self._session.note(
+                "info",
+                f"the forward pass changes the {buffers} {', '.join(names)}, of which the mean over the step's virtual "
+                "nodes is kept, as batch norm's statistics need it; where a buffer counts, or holds something of each "
+                f'sample, let the changes be added up by vf.elastic(..., buffers={{"{names[0]}": "sum"}})',
+            )
+
 
 def report_failure(session: AnySession, error: Exception, training: Training | None = None) -> None:
     """Tell why this process ends: one sentence for an error raised on purpose, the traceback for any other."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -184,7 +185,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     staging = Staging(device_of(request.model)) if moves else None
     loading = Loading(source, fusion, training, staging, options.loader.get("collate_fn"))
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
-    guard = _held(resources, _open_guard(request, companions))
+    guard = _held(resources, _open_guard(request, session, companions))
     pacing = Pacing(settings.pace, reporter) if session.coordinated else None
     clocks = [clock.exclude for clock in (None if pacing is None else pacing.pace, fusion) if clock is not None]
     turns = _held(resources, open_turns(environment, session, request.device, settings, clocks))
@@ -353,7 +354,7 @@ def _open_cut(request: Request) -> BackwardCut | None:
     return BackwardCut(request.model, blocks, backward, request.virtual_nodes)
 
 
-def _open_guard(request: Request, companions: Companions) -> Guard:
+def _open_guard(request: Request, session: AnySession, companions: Companions) -> Guard:
     options = request.options
     return Guard(
         request.model,
@@ -362,6 +363,7 @@ def _open_guard(request: Request, companions: Companions) -> Guard:
         schedulers=schedulers_of(options.scheduler),
         sharded=options.shard_optimizer,
         settings=request.settings.guard,
+        warn=partial(session.note, "warning"),
     )
 
 
