@@ -157,10 +157,28 @@ STORIES = (
     ),
     Story(
         "VirtualFlowJobFailed",
+        # The operator's pod is replaced meanwhile: an older failure is no news.
+        {
+            of("job_phase", JOB + ',phase="Failed",pod="a"'): "_x20 1x5 _x60",
+            of("job_phase", JOB + ',phase="Failed",pod="b"'): "_x26 1x60",
+        },
+        30,
+        "The job team-a/digits has failed.",
+        {
+            of("job_phase", JOB + ',phase="Failed",pod="a"'): "1x20 _x60",
+            of("job_phase", JOB + ',phase="Failed",pod="b"'): "_x20 1x60",
+            of("job_phase", 'job_namespace="team-a",job_name="other",phase="Complete"'): "_x20 1x60",
+        },
+        OF_THE_JOB,
+        single=True,
+    ),
+    Story(
+        "VirtualFlowJobFailed",
         {of("jobs", 'phase="Failed"'): "1x20 2x60"},
         25,
         "More jobs have failed than 15 minutes ago: 2.",
         {of("jobs", 'phase="Failed"'): "2x60"},
+        single=False,
     ),
     Story(
         "VirtualFlowStepsRepeated",

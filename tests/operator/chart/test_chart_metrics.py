@@ -164,12 +164,24 @@ def test_every_threshold_on_a_quantile_can_be_reached() -> None:
 
 
 @with_helm
-def test_an_alert_on_workers_needs_no_series_of_single_jobs_when_there_are_none() -> None:
-    missing = [names_in(rule["expr"]) for rule in alerts() if rule["alert"] == "VirtualFlowWorkersMissing"]
-    assert missing == [
-        {"virtualflow_job_workers_wanted", "virtualflow_job_workers_ready"},
-        {"virtualflow_workers_wanted", "virtualflow_workers_ready"},
-    ]
+@pytest.mark.parametrize(
+    ("alert", "single", "summed"),
+    [
+        (
+            "VirtualFlowWorkersMissing",
+            {"virtualflow_job_workers_wanted", "virtualflow_job_workers_ready"},
+            {"virtualflow_workers_wanted", "virtualflow_workers_ready"},
+        ),
+        ("VirtualFlowJobFailed", {"virtualflow_job_phase"}, {"virtualflow_jobs"}),
+    ],
+)
+def test_an_alert_names_the_job_where_single_jobs_have_series_and_needs_none_where_not(
+    alert: str, single: set[str], summed: set[str]
+) -> None:
+    one, other = (rule for rule in alerts() if rule["alert"] == alert)
+    assert [names_in(one["expr"]), names_in(other["expr"])] == [single, summed]
+    assert "{{ $labels.job_namespace }}/{{ $labels.job_name }}" in one["annotations"]["summary"]
+    assert "$labels" not in other["annotations"]["summary"]
 
 
 @with_helm
