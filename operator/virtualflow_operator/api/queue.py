@@ -184,7 +184,7 @@ class QueueStatus(ApiStruct, frozen=True):
 
     @property
     def ready(self) -> Condition | None:
-        """Its only condition."""
+        """Whether it gives out what it has."""
         return next((condition for condition in self.conditions if condition.type == "Ready"), None)
 
 

@@ -21,7 +21,7 @@ _DIGITS = 6
 """Significant digits of a loss."""
 MAX_MESSAGE = 4_096
 """Characters of a condition's message; the API takes 32,768, people less."""
-_CORRECTABLE = (reasons.INVALID_SPEC, reasons.TEMPLATE_REJECTED, reasons.CREATION_REFUSED)
+_CORRECTABLE = (reasons.INVALID_SPEC, reasons.TEMPLATE_REJECTED, reasons.CREATION_REFUSED, reasons.NAME_TAKEN)
 """Reasons of ``Progressing`` that somebody has to do something about."""
 Aspect = tuple[ConditionType, Truth, str, str]
 """A condition that is to be: its type, status, reason and message."""

@@ -23,6 +23,9 @@ from virtualflow_operator.api import (
 from virtualflow_operator.queues.capacity import QueueCapacity, shown
 from virtualflow_operator.queues.hindrances import Obstacle
 
+_CORRECTABLE = (reasons.INVALID_QUEUE, reasons.UNKNOWN_POLICY)
+"""Reasons that go away only when somebody corrects the queue; nodes come and go by themselves."""
+
 
 def build_queue_status(
     queue: Queue,
@@ -63,7 +66,7 @@ def build_queue_status(
         sharing += f" {counted(len(capacity.unsorted), 'node')} of no kind: see nodesWithoutKind."
     largest = sorted(running.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_ALLOCATIONS]
     return QueueStatus(
-        conditions=(_ready(queue, obstacle or Obstacle(reasons.SHARING, sharing), obstacle is None, now),),
+        conditions=_conditions(queue, obstacle or Obstacle(reasons.SHARING, sharing), now),
         observed_generation=queue.generation,
         capacity=CapacityStatus(
             shown(capacity.total, resource),
@@ -93,8 +96,15 @@ def build_queue_status(
     )
 
 
-def _ready(queue: Queue, state: Obstacle, ready: bool, now: float) -> Condition:
-    before = queue.status.ready
-    same = before is not None and (before.status == "True") == ready
-    since = before.last_transition_time if before is not None and same else format_time(now)
-    return Condition("Ready", "True" if ready else "False", state.code, state.sentence, since, queue.generation)
+def _conditions(queue: Queue, state: Obstacle, now: float) -> tuple[Condition, ...]:
+    """``Ready``, and ``Stalled`` while kstatus is to take the queue for failed and not for one in progress."""
+    truths = [("Ready", state.code == reasons.SHARING)]
+    if state.code in _CORRECTABLE:
+        truths.append(("Stalled", True))
+    made = []
+    for kind, holds in truths:
+        before = next((condition for condition in queue.status.conditions if condition.type == kind), None)
+        same = before is not None and (before.status == "True") == holds
+        since = before.last_transition_time if before is not None and same else format_time(now)
+        made.append(Condition(kind, "True" if holds else "False", state.code, state.sentence, since, queue.generation))
+    return tuple(made)

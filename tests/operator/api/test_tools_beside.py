@@ -24,9 +24,13 @@ from virtualflow.cluster.plugin import parser
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job import write_status
+from virtualflow_operator.api.objects import Node
+from virtualflow_operator.api.queue import read_queue, write_queue_status
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.queues.admission import QueueAdmission
+from virtualflow_operator.queues.allocation import QueueScene, allocate
 from virtualflow_operator.queues.grants import Grant
+from virtualflow_operator.settings import SchedulingSettings
 
 TOOLS = ROOT / "examples" / "tools"
 CHECKS = yaml.safe_load((TOOLS / "argo-cd.yaml").read_text())["data"]
@@ -99,6 +103,12 @@ def without_quota() -> dict[str, Any]:
     return settled(Stage(raw, [], None, {}, None, trouble="exceeded quota"))
 
 
+def beside_orphans() -> dict[str, Any]:
+    orphans = [dataclasses.replace(pod, owner="") for pod in training().pods]
+    raw = accepted(body(), phase="Pending", coordinator=None)
+    return settled(Stage(raw, orphans, None, {}, None))
+
+
 def suspended() -> dict[str, Any]:
     stage = edit(training(), suspend=True)
     stage.pods, stage.link = [], None
@@ -159,6 +169,7 @@ STATES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "with a specification of no sense": (lambda: settled(edit(training(), minReplicas=0)), "Failed", "Degraded"),
     "with a template that is refused": (with_wrong_template, "Failed", "Degraded"),
     "whose namespace has no quota": (without_quota, "Failed", "Degraded"),
+    "whose name what an orphaned one left still bears": (beside_orphans, "Failed", "Degraded"),
     "that is complete": (over, "Current", "Healthy"),
     "that has failed": (lambda: settled(edit(training(), activeDeadlineSeconds=1)), "Failed", "Degraded"),
 }
@@ -177,25 +188,42 @@ def test_a_job(job: Callable[[], dict[str, Any]], expected: str, argo: str) -> N
     assert structural_errors(defaulted(new_job() | {"status": status})) == []
 
 
+QUEUES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "that shares": ({}, "Current", "Healthy"),
+    "with a policy that is none": ({"policy": "Fairest"}, "Failed", "Degraded"),
+    "that cannot be read": ({"limits": [1]}, "Failed", "Degraded"),
+    "whose nodes may still come": ({"nodeSelector": {"matchLabels": {"pool": "x"}}}, "InProgress", "Progressing"),
+    "that gives out nothing for now": ({"resource": "example.com/other"}, "InProgress", "Progressing"),
+}
+
+
+@pytest.mark.parametrize(("spec", "expected", "argo"), QUEUES.values(), ids=QUEUES)
+def test_a_queue(spec: dict[str, Any], expected: str, argo: str) -> None:
+    made = queue(**spec)
+    made["metadata"]["generation"] = 1
+    scene = QueueScene(queue=read_queue(made), members=(), nodes={"a": Node("a", allocatable={"cpu": "4"})})
+    decided = allocate(scene, now=NOW, settings=SchedulingSettings()).status
+    assert decided is not None
+    made |= {"status": write_queue_status(decided)}
+    assert (kstatus(made), health("VirtualFlowQueue", made["status"], 1)[0]) == (expected, argo)
+    of_status = schema(QUEUE_CRD_FILE)["properties"]["status"]
+    assert structural_errors(made["status"], of_status) == []
+    made["metadata"]["generation"] += 1  # somebody has changed it, and the operator has not seen that yet
+    assert kstatus(made) == "InProgress"
+    assert health("VirtualFlowQueue", made["status"], made["metadata"]["generation"])[0] == "Progressing"
+
+
 def test_a_queue_that_no_operator_has_seen_is_not_current() -> None:
     made = defaulted(queue(), schema(QUEUE_CRD_FILE))
     made["metadata"]["generation"] = 1
     assert kstatus(made) == "InProgress"
 
 
-@pytest.mark.parametrize("reason", ["InvalidSpec", "TemplateRejected", "CreationRefused"])
+@pytest.mark.parametrize("reason", ["InvalidSpec", "TemplateRejected", "CreationRefused", "NameTaken"])
 def test_a_job_that_is_refused_is_degraded(reason: str) -> None:
     refused = [condition("Progressing", "False", reason, "replicas must be at least 1.")]
     status = {"phase": "Pending", "observedGeneration": 2, "conditions": refused}
     assert health("VirtualFlowJob", status) == ("Degraded", "replicas must be at least 1.")
-
-
-@pytest.mark.parametrize(
-    ("ready", "expected"), [("True", "Healthy"), ("False", "Degraded"), ("Unknown", "Progressing")]
-)
-def test_argo_cd_knows_whether_a_queue_is_ready(ready: str, expected: str) -> None:
-    status = {"observedGeneration": 2, "conditions": [condition("Ready", ready)]}
-    assert health("VirtualFlowQueue", status)[0] == expected
 
 
 def test_the_job_of_the_workflow_is_a_valid_one() -> None:

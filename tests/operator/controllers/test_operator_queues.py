@@ -11,6 +11,7 @@ from kubelet import NODES as NODE_NAMES
 from queue_stage import QUICK_POLICY, SLOT, add_queue, foreign_pod, given, queue, queued, ready, set_slots, shares
 from stage import NAMESPACE, Stage, job, play
 
+from kstatus import kstatus
 from virtualflow_operator.constants import WORKER
 from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.resources import NODES, PODS, QUEUES
@@ -155,15 +156,17 @@ def test_who_is_more_entitled_gets_its_minimum_and_another_resumes_later(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("spec", "reason", "says"),
+    ("spec", "reason", "says", "waited_for"),
     [
-        ({"nodeSelector": {"matchLabels": {"pool": "none"}}}, "NoNodes", "selects no node"),
-        ({"policy": "Fairest"}, "UnknownPolicy", "WeightedFairShare"),
-        ({"resource": "example.com/other"}, "NoCapacity", "offer no example.com/other"),
+        ({"nodeSelector": {"matchLabels": {"pool": "none"}}}, "NoNodes", "selects no node", "InProgress"),
+        ({"policy": "Fairest"}, "UnknownPolicy", "WeightedFairShare", "Failed"),
+        ({"resource": "example.com/other"}, "NoCapacity", "offer no example.com/other", "InProgress"),
     ],
     ids=["a selector that selects nothing", "an unknown policy", "no capacity"],
 )
-def test_a_queue_that_cannot_share_says_why(tmp_path: Path, spec: Object, reason: str, says: str) -> None:
+def test_a_queue_that_cannot_share_says_why(
+    tmp_path: Path, spec: Object, reason: str, says: str, waited_for: str
+) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage, **spec)
         add_queue(stage, name="sound")
@@ -174,6 +177,7 @@ def test_a_queue_that_cannot_share_says_why(tmp_path: Path, spec: Object, reason
         await stage.until(lambda: ready(stage).get("reason") == reason)
         assert ready(stage)["status"] == "False"
         assert says in ready(stage)["message"]
+        assert kstatus(queue(stage)) == waited_for
         await stage.until(lambda: stage.trains("other", 2) and stage.trains("free", 2))
         await stage.until(lambda: stage.condition("digits", "Allocated").get("status") == "False")
         assert shares(stage, "digits") == [0]
@@ -182,6 +186,7 @@ def test_a_queue_that_cannot_share_says_why(tmp_path: Path, spec: Object, reason
             QUEUES, None, "shared", {"spec": {"policy": "WeightedFairShare", "resource": SLOT, "nodeSelector": None}}
         )
         await stage.until(lambda: stage.trains("digits", 4))
+        assert kstatus(queue(stage)) == "Current"
 
     play(tmp_path, story)
 
