@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,9 @@ ENV_PREFIX = "VIRTUALFLOW_OPERATOR_"
 
 BACKOFF_MOST = 300.0
 """Seconds of the longest wait after a crash; no first wait is longer."""
+
+CLAIM_NAMESPACE, CLAIM = "kube-public", "virtualflow-operator"
+"""The Lease of whichever release takes care of every namespace: where all clusters have a place, and no user writes."""
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -47,6 +50,19 @@ class LeaseSettings:
     """Who this candidate is (``--identity``); the name of its pod."""
     duration: int = 10
     """A record that nobody renewed for this long is free (``--lease-seconds``)."""
+    namesakes: bool = True
+    """Whether another process may live under this identity, so that its record is not taken over at once."""
+
+    @property
+    def claim(self) -> LeaseSettings:
+        """Of the Lease that all releases for every namespace share, of which one works.
+
+        Whoever asks for it leads its own release already, so a record of its release's is a dead predecessor's.
+        """
+        whose = f"{self.namespace}/{self.name}"
+        return replace(
+            self, name=CLAIM, namespace=CLAIM_NAMESPACE, identity=whose, duration=3 * self.duration, namesakes=False
+        )
 
     @property
     def renew_interval(self) -> float:

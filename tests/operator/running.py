@@ -94,6 +94,11 @@ class OperatorProcess:
         """SIGTERM."""
         self._process.terminate()
 
+    def join(self, seconds: float = 30.0) -> None:
+        """Wait for its end; one that does not come is forced."""
+        self._process.join(seconds)
+        self.kill()
+
     async def ended(self, seconds: float = 30.0) -> int:
         """Wait for its end; the exit code."""
         loop, over = asyncio.get_running_loop(), asyncio.Event()

@@ -41,7 +41,7 @@ FLAGS = ["--image=operator:test", "--health-port=0", "--metrics-port=0", "--leas
 
 RIGHTS = {
     (resource, verb)
-    for where in ("where its jobs are", "everywhere", "own namespace", *WITH_KUEUE)
+    for where in ("where its jobs are", "everywhere", "own namespace", "kube-public, with namespaces: all", *WITH_KUEUE)
     for _, resource, verb, _ in documented(where)
 }
 """What the operator may do with what."""

@@ -16,12 +16,14 @@ from virtualflow_operator.api import Object, kueue_wishes, queue_of
 from virtualflow_operator.controllers.admissions import Admissions, Wakes
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.job_controller import JobController
-from virtualflow_operator.controllers.workqueue import QueueHooks, WorkQueue
+from virtualflow_operator.controllers.workqueue import QueueHooks, RetryLater, WorkQueue
 from virtualflow_operator.jobs import fingerprint
 from virtualflow_operator.k8s import (
+    LEASES,
     ApiError,
     DeepObjects,
     EventRecorder,
+    Forbidden,
     ForeignPodWatch,
     Key,
     KubeApi,
@@ -95,6 +97,9 @@ class Manager:
         )
         self.foreign_pods = ForeignPodWatch(api, self.store, self.wake_queues, settings)
         self.elector = election
+        self._claim: LeaseThread | None = None
+        self._waits_for: str | None = None
+        """Why this release does nothing, if another one has its jobs."""
         self.health: HealthServer | None = None
         self._stack = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[Any]] = []
@@ -121,6 +126,9 @@ class Manager:
             stack.push_async_callback(api.close)
             election = await stack.enter_async_context(LeaseThread(connect, settings.lease))
             manager = cls(settings, api, election, key, metrics, too_deep)
+            if not settings.namespaces:
+                claim = LeaseThread(connect, settings.lease.claim, on_wait=manager.stand_back)
+                manager._claim = await stack.enter_async_context(claim)
             manager.health = await stack.enter_async_context(
                 HealthServer(
                     alive=queue_moves(manager.queue),
@@ -130,15 +138,24 @@ class Manager:
                     metrics_port=settings.metrics_port,
                 )
             )
-            await manager.lead()
+            try:
+                await manager.lead()
+            except BaseException:
+                await manager.step_down()
+                raise
             manager._stack = stack.pop_all()
         return manager
 
     async def lead(self) -> None:
-        """Wait for the lease; then begin."""
+        """Wait for the lease, and for the end of another release with the same jobs; then begin."""
         await self.elector.acquire()
-        self.metrics.leader.set(1)
         self._run("lease", self.elector.hold())
+        if self._claim is not None and await self._may_claim():
+            await self._claim.acquire()
+            self._run("claim", self._claim.hold())
+            self._waits_for = None
+            self.metrics.other_release.set(0)
+        self.metrics.leader.set(1)
         await self._fill()
         self._follow_foreign_pods()
         self.admissions.start()
@@ -146,8 +163,33 @@ class Manager:
         self._run("relist", self._keep_listed())
         self._started = True
 
+    async def _may_claim(self) -> bool:
+        """Whether this operator's account may look at the Lease that releases for every namespace share."""
+        claim = self.settings.lease.claim
+        try:
+            await self._api.get(LEASES, claim.namespace, claim.name)
+        except Forbidden as error:
+            logger.warning("whether another release takes care of every namespace cannot be seen: %s", error)
+            return False
+        except ApiError:
+            pass  # there is none yet, or the API server is away: whoever asks for it finds out
+        return True
+
+    def stand_back(self, reason: str) -> None:
+        """Another release takes care of every namespace: say so, and do nothing until it has ended."""
+        claim = self.settings.lease.claim
+        self._waits_for = (
+            f"another release takes care of every namespace ({reason}), and this one waits for its end: uninstall one, "
+            f"or give one of the two `namespaces`; kubectl -n {claim.namespace} get lease {claim.name}"
+        )
+        logger.warning("%s", self._waits_for)
+        self.metrics.other_release.set(1)
+
     async def _process(self, key: Key) -> float | None:
         """Decide about a job or a queue; in how many seconds to do it again, if so."""
+        if self._started and not self.elector.leads():
+            # This process slept, and woke before the lease's own thread has ended it.
+            raise RetryLater(0.1, "the lease is over")
         return await (self.job_controller.process(key) if key[0] else self.admissions.decide(key))
 
     def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -170,18 +212,34 @@ class Manager:
         for task in self._tasks:
             if task.get_name() == "queue":
                 await asyncio.wait({task}, timeout=self.settings.queue.stop_limit + 2)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_tasks()
         await self.foreign_pods.close()
         await self.admissions.close()
         await self.links.close()
+        await self._release()
+        await self._stack.aclose()
+
+    async def step_down(self) -> None:
+        """Give back what was won of leases: the start is cancelled, or has failed."""
+        self._stopping = True
+        await self._end_tasks()
+        await self._release()
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _release(self) -> None:
+        if self._claim is not None:
+            await self._claim.release()
         await self.elector.release()
         self.metrics.leader.set(0)
-        await self._stack.aclose()
 
     def readiness(self) -> str | None:
         """``None`` when this process does its part: it leads and its caches are filled, or it stands by."""
+        if self._waits_for is not None:
+            return self._waits_for
         if self._started or not self.elector.leads():
             return self.elector.problem if not self._started else None
         return "the caches are being filled"

@@ -134,7 +134,7 @@ def decide(seen: Observation, acquired: str | None, now: float, settings: LeaseS
     if record.holder == settings.identity:
         # A container that was restarted finds its predecessor's record, and need not wait for it to run out; a
         # namesake that lives would renew it in this time.
-        limit = min(limit, settings.renew_interval * NAMESAKE_SHARE)
+        limit = min(limit, settings.renew_interval * NAMESAKE_SHARE) if settings.namesakes else 0.0
     left = seen.since + limit - now
     if left <= 0:
         return LeaseDecision("take", 0.0, f"{record.holder} has not renewed the lease for {limit:g} s")
@@ -164,6 +164,11 @@ def leave_the_lease(reason: str) -> NoReturn:
     leave_at_once(f"lost the lease: {reason}")
 
 
+def stand_by(reason: str) -> None:
+    """Another leads: there is nothing to do but to wait."""
+    logger.info("standing by: %s", reason)
+
+
 class Elector:
     """One candidate: :meth:`acquire`, then :meth:`hold` as long as it lasts, and :meth:`release` at shutdown.
 
@@ -172,6 +177,7 @@ class Elector:
         settings: names and durations.
         on_lost: called once with the reason when the lease could not be renewed in time or is another's;
             :func:`leave_the_lease` in the operator.
+        on_wait: called with the reason each time that there is another one to wait.
         clock: steady, in seconds.
         wall: for the record's times, which people read and programs only compare for being equal.
         uniform: a number from 0 to 1, for the jitter.
@@ -183,6 +189,7 @@ class Elector:
         settings: LeaseSettings,
         *,
         on_lost: Callable[[str], object] = leave_the_lease,
+        on_wait: Callable[[str], object] = stand_by,
         clock: Callable[[], float] = steady_clock,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
         uniform: Callable[[], float] = random.random,
@@ -190,6 +197,7 @@ class Elector:
         self._api = api
         self._settings = settings
         self._on_lost = on_lost
+        self._on_wait = on_wait
         self._clock = clock
         self._wall = wall
         self._uniform = uniform
@@ -235,7 +243,7 @@ class Elector:
                     logger.info("this process leads: %s", decision.reason)
                     return
                 if decision.reason != standing_by:
-                    logger.info("standing by: %s", decision.reason)
+                    self._on_wait(decision.reason)
                     standing_by = decision.reason
             await asyncio.sleep(max(LEAST_WAIT, self._jittered(wait)))
 
@@ -385,6 +393,7 @@ class LeaseThread:
         connect: makes the connection; awaited in the thread, and closed there.
         settings: names and durations.
         on_lost: as the elector's; called in the thread.
+        on_wait: likewise.
     """
 
     def __init__(
@@ -392,8 +401,9 @@ class LeaseThread:
         connect: Callable[[], Awaitable[KubeApi]],
         settings: LeaseSettings,
         on_lost: Callable[[str], object] = leave_the_lease,
+        on_wait: Callable[[str], object] = stand_by,
     ) -> None:
-        self._connect, self._settings, self._on_lost = connect, settings, on_lost
+        self._connect, self._settings, self._on_lost, self._on_wait = connect, settings, on_lost, on_wait
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._elector: Elector | None = None
@@ -453,7 +463,7 @@ class LeaseThread:
 
     async def _open(self) -> None:
         self._api = await self._connect()
-        self._elector = Elector(self._api, self._settings, on_lost=self._on_lost)
+        self._elector = Elector(self._api, self._settings, on_lost=self._on_lost, on_wait=self._on_wait)
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """Have something done in the thread; if this is cancelled, so is that."""

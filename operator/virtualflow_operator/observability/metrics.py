@@ -153,6 +153,11 @@ class Metrics:
         self.pods_created = counter("virtualflow_pods_created_total", "Pods that were created.", "role")
         self.pods_deleted = counter("virtualflow_pods_deleted_total", "Pods that were deleted.", "reason")
         self.leader = Gauge("virtualflow_leader", "1: this replica leads; 0: it stands by.", registry=registry)
+        self.other_release = Gauge(
+            "virtualflow_other_release",
+            "1: another release takes care of every namespace, and this replica waits for its end.",
+            registry=registry,
+        )
         Gauge("virtualflow_build_info", "The operator's version.", ("version",), registry=registry).labels(
             __version__
         ).set(1)

@@ -30,6 +30,7 @@ OVER_JOBS = documented("where its jobs are")
 EVERYWHERE = documented("everywhere")
 IN_ITS_OWN_NAMESPACE = documented("own namespace")
 VIEWER = rights(
+SHARED = documented("kube-public, with namespaces: all")
     """
     virtualflow.dev virtualflowjobs                                   get,list,watch
     virtualflow.dev virtualflowjobs/scale,virtualflowjobs/status      get
@@ -61,9 +62,8 @@ def granted(roles: list[Object]) -> set[Rule]:
 def test_the_rights_over_the_cluster_are_the_documented_ones() -> None:
     objects = render({"rbac": {"userRoles": False}})
     assert granted(of_kind(objects, "ClusterRole")) == EVERYWHERE | OVER_JOBS
-    (role,) = of_kind(objects, "Role")
-    assert role["metadata"]["namespace"] == NAMESPACE
-    assert granted([role]) == IN_ITS_OWN_NAMESPACE
+    roles = {role["metadata"]["namespace"]: granted([role]) for role in of_kind(objects, "Role")}
+    assert roles == {NAMESPACE: IN_ITS_OWN_NAMESPACE, "kube-public": SHARED}
 
 
 @with_helm

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from fake_api import Fault
 from running import COMMAND, OperatorProcess, Wire, write_kubeconfig
 from stage import NAMESPACE, TOKEN, WRITES, Stage, play
 
+from operator_metrics import scrape
 from ports import free_port
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.k8s.resources import LEASES, PODS
@@ -230,10 +233,72 @@ def test_one_that_stands_by_can_be_asked_to_end(tmp_path: Path) -> None:
         stage.start()
         await stage.until(lambda: holder(stage) == "replica-0")
         second = stage.start()
-        await stage.until(lambda: stage.server.count("get", "leases") > 1)
+        await stage.until(lambda: "standing by" in second.output())
         second.terminate()
         assert await second.ended(8.0) == 0
         assert holder(stage) == "replica-0"
+
+    play(tmp_path, story)
+
+
+def ready(port: int) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("orderly", [True, False], ids=["the first ends", "the first is killed"])
+def test_a_second_release_for_every_namespace_says_so_and_does_nothing_until_the_first_has_ended(
+    tmp_path: Path, orderly: bool
+) -> None:
+    async def story(stage: Stage) -> None:
+        first = stage.start("--lease-seconds=3")
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        health, metrics = free_port(), free_port()
+        async with Wire(stage.server.port) as wire:
+            flags = [f"--health-port={health}", f"--metrics-port={metrics}"]
+            second = stage.start("--lease-name=another", "--lease-seconds=3", *flags, url=wire.url)
+            await stage.until(lambda: "another release takes care of every namespace" in second.output())
+            assert "held by default/virtualflow-operator" in second.output()
+            code, said = await asyncio.to_thread(ready, health)
+            assert (code, "or give one of the two `namespaces`" in said) == (503, True)
+            sample = await asyncio.to_thread(scrape, metrics)
+            assert (sample["virtualflow_other_release"], sample["virtualflow_leader"]) == (1, 0)
+            apart = stage.start("--lease-name=apart", "--namespaces=kube-public")
+            await stage.until(lambda: "this process leads" in apart.output())
+            stage.change("digits", replicas=3)
+            await stage.until(lambda: stage.trains("digits", 3))
+            assert not wire.writes
+            if orderly:
+                first.terminate()
+                assert await first.ended() == 0
+            else:
+                first.kill()
+            stage.change("digits", replicas=2)
+            await stage.until(lambda: stage.trains("digits", 2))
+            assert wire.writes
+            assert (await asyncio.to_thread(ready, health))[0] == 200
+            assert (await asyncio.to_thread(scrape, metrics))["virtualflow_other_release"] == 0
+            second.terminate()
+            assert await second.ended() == 0
+
+    play(tmp_path, story)
+
+
+def test_a_second_release_that_waits_can_be_asked_to_end(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        first = stage.start()
+        await stage.until(lambda: "this process leads" in first.output())
+        second = stage.start("--lease-name=another")
+        await stage.until(lambda: "another release" in second.output())
+        second.terminate()
+        assert await second.ended(8.0) == 0
+        lease = stage.server.find(LEASES, NAMESPACE, "another")
+        assert lease is not None
+        assert lease["spec"]["holderIdentity"] == ""
 
     play(tmp_path, story)
 

@@ -61,7 +61,7 @@ class Store:
         self._address = 0
         for kind in kinds.BUILT_IN:
             self.register(kind)
-        for name in ("default", "kube-system"):
+        for name in ("default", "kube-public", "kube-system"):
             self.create(kinds.NAMESPACES, None, {"metadata": {"name": name}})
 
     def register(self, kind: Kind) -> None:

@@ -34,6 +34,7 @@ NAMES = {
     "virtualflow_pods_deleted_total",
     "virtualflow_objects_cut_total",
     "virtualflow_leader",
+    "virtualflow_other_release",
     "virtualflow_build_info",
     "virtualflow_shared_ready",
     "virtualflow_shared_capacity",
