@@ -293,6 +293,8 @@ class OperatorSettings:
     """Of ``/healthz`` and ``/readyz`` (``--health-port``); 0: any free one."""
     metrics_port: int = 8080
     """Of ``/metrics`` (``--metrics-port``); 0: any free one."""
+    metrics_authentication: bool = False
+    """Whether only those read the metrics whom the API server lets (``--metrics-authentication``)."""
     job_metrics: bool = True
     """Whether each job has series of its own (``--job-metrics``)."""
     network_policies: bool = False

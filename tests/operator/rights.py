@@ -6,6 +6,7 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "security.md"
 
+WITH_AUTHENTICATION = "everywhere, with metrics.authentication"
 WITH_KUEUE = ("where its jobs are, with kueue.enabled", "everywhere, with kueue.enabled")
 """Where the operator has rights only with that value of the chart."""
 

@@ -149,10 +149,33 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 - apiGroups: [virtualflow.dev]
   resources: [virtualflowqueues/status]
   verbs: [patch]
+{{- if .Values.metrics.authentication }}
+- apiGroups: [authentication.k8s.io]
+  resources: [tokenreviews]
+  verbs: [create]
+- apiGroups: [authorization.k8s.io]
+  resources: [subjectaccessreviews]
+  verbs: [create]
+{{- end }}
 {{- if .Values.kueue.enabled }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [resourceflavors, workloadpriorityclasses]
   verbs: [get]
+{{- end }}
+{{- end -}}
+
+{{/* Whose token the monitors send, which opens nothing but the metrics. */}}
+{{- define "virtualflow.metricsReader" -}}
+{{- printf "%s-metrics" (include "virtualflow.operator" .) -}}
+{{- end -}}
+
+{{/* What an endpoint of a monitor says of it. */}}
+{{- define "virtualflow.metricsAuthorization" -}}
+{{- if .Values.metrics.authentication -}}
+authorization:
+  credentials:
+    name: {{ include "virtualflow.metricsReader" . }}
+    key: token
 {{- end }}
 {{- end -}}
 

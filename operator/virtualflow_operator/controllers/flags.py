@@ -244,6 +244,7 @@ OPTIONS = (
     Option("identity", "lease.identity", _word, "of this replica; the pod's name"),
     Option("health_port", "health_port", _whole(0, 65_535), "port of /healthz and /readyz"),
     Option("metrics_port", "metrics_port", _whole(0, 65_535), "port of /metrics"),
+    Option("metrics_authentication", "metrics_authentication", _boolean, "whether /metrics asks for a token"),
     Option("job_metrics", "job_metrics", _boolean, "whether each job has series of its own"),
     Option("network_policies", "network_policies", _boolean, "whether each job gets a NetworkPolicy"),
     Option("operator_labels", "operator_labels", _labels, "key=value,... of the operator's pods, for those policies"),

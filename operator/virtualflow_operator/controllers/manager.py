@@ -28,6 +28,7 @@ from virtualflow_operator.k8s import (
     Key,
     KubeApi,
     LeaseThread,
+    Readers,
     Store,
     key_of,
     leave_at_once,
@@ -136,6 +137,7 @@ class Manager:
                     metrics=metrics,
                     health_port=settings.health_port,
                     metrics_port=settings.metrics_port,
+                    judge=Readers(api).judge if settings.metrics_authentication else None,
                 )
             )
             try:

@@ -7,13 +7,14 @@ from virtualflow_operator.k8s.event_recorder import EventRecorder, TokenBucket
 from virtualflow_operator.k8s.following import ForeignPodWatch, WorkloadWatch
 from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
+from virtualflow_operator.k8s.readers import Readers
 from virtualflow_operator.k8s.relist import OURS, relist
 from virtualflow_operator.k8s.resources import (
     EVENTS,
     FLAVORS,
     JOBS,
-    NETWORK_POLICIES,
     LEASES,
+    NETWORK_POLICIES,
     PDBS,
     PODS,
     PRIORITY_CLASSES,
@@ -28,8 +29,8 @@ __all__ = [
     "EVENTS",
     "FLAVORS",
     "JOBS",
-    "NETWORK_POLICIES",
     "LEASES",
+    "NETWORK_POLICIES",
     "OURS",
     "PDBS",
     "PODS",
@@ -50,6 +51,7 @@ __all__ = [
     "KubeApi",
     "LeaseThread",
     "NotFound",
+    "Readers",
     "Resource",
     "Store",
     "TokenBucket",

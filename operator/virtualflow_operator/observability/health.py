@@ -30,6 +30,18 @@ BACKLOG = 64
 """Connections that may wait to be accepted."""
 
 
+class Verdict(Protocol):
+    """An answer to a reader of the metrics."""
+
+    @property
+    def status(self) -> int:
+        """200: it may read; else the HTTP status of the refusal."""
+
+    @property
+    def reason(self) -> str:
+        """Why not."""
+
+
 class Stalling(Protocol):
     """A queue that knows for how long nothing has moved."""
 
@@ -57,10 +69,19 @@ class HealthServer:
         health_port: 0: any free one; :attr:`health_port` tells which.
         metrics_port: likewise.
         host: the address to listen on; empty: all, of both families.
+        judge: says by a request's ``Authorization`` header whether it may read the metrics; ``None``: everybody may.
     """
 
     def __init__(
-        self, *, alive: Check, ready: Check, metrics: Metrics, health_port: int, metrics_port: int, host: str = ""
+        self,
+        *,
+        alive: Check,
+        ready: Check,
+        metrics: Metrics,
+        health_port: int,
+        metrics_port: int,
+        host: str = "",
+        judge: Callable[[str], Awaitable[Verdict]] | None = None,
     ) -> None:
         self.health_port = health_port
         self.metrics_port = metrics_port
@@ -68,6 +89,7 @@ class HealthServer:
         self._alive = alive
         self._ready = ready
         self._metrics = metrics
+        self._judge = judge
         self._runners: list[web.AppRunner] = []
 
     async def __aenter__(self) -> Self:
@@ -111,7 +133,12 @@ class HealthServer:
         await web.SockSite(runner, listener).start()
         return int(listener.getsockname()[1])
 
-    async def _show_metrics(self, _: web.Request) -> web.Response:
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        if self._judge is not None:
+            verdict = await self._judge(request.headers.get("Authorization", ""))
+            if verdict.status != 200:
+                told = {"WWW-Authenticate": "Bearer"} if verdict.status == 401 else {}
+                return web.Response(status=verdict.status, text=f"{verdict.reason}\n", headers=told)
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -53,6 +53,17 @@ def test_a_release_that_works_passes_its_test(installed: ModuleType, monkeypatch
     assert installed.main() == 0
 
 
+def test_metrics_that_ask_for_a_token_are_left_to_those_who_have_one(
+    installed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = {address: answer for address, answer in HEALTHY.items() if not address.endswith("/metrics")}
+    monkeypatch.setattr(installed, "get", answering(closed))
+    monkeypatch.setattr(installed, "ask", answering(closed))
+    assert installed.main() == 1
+    monkeypatch.setenv("METRICS_AUTHENTICATION", "true")
+    assert installed.main() == 0
+
+
 @pytest.mark.parametrize(
     ("address", "answer", "told"),
     [

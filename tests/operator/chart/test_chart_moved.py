@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from running import OperatorProcess
 from stage import SECONDS, job
 
 import kube_apiserver
+from ports import free_port
 from virtualflow_operator.constants import LABEL_JOB
 from virtualflow_operator.jobs.manifests import derive_token
 
@@ -45,6 +48,16 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def read_metrics(port: int, authorization: str) -> tuple[int, str]:
+    headers = {"Authorization": authorization} if authorization else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ class Shell:
 
     @contextlib.contextmanager
     def operator(
-        self, release: str, account: str, secret: str = "virtualflow-operator-key"
+        self, release: str, account: str, *further: str, secret: str = "virtualflow-operator-key"
     ) -> Iterator[OperatorProcess]:
         """The operator of a release, with the rights of its account, until the end of the block."""
         config = json.loads(self.kubeconfig.read_text())
@@ -87,7 +100,7 @@ class Shell:
         data = self.read(f"kubectl --namespace {release} get secret {secret} -o jsonpath={{.data.key}}")
         (self.folder / f"{release}.key").write_bytes(base64.b64decode(data))
         flags = [f"--lease-namespace={release}", f"--lease-name={account}", "--lease-seconds=3", "--identity=one"]
-        flags += ["--image=operator:test", "--health-port=0", "--metrics-port=0"]
+        flags += ["--image=operator:test", "--health-port=0", "--metrics-port=0", *further]
         log = self.folder / f"{release}.log"
         process = OperatorProcess(own, log, [*flags, f"--key-file={self.folder / release}.key"], {})
         try:
@@ -145,6 +158,28 @@ def test_a_second_release_for_every_namespace_is_refused_and_one_is_moved_with_i
         assert read(f"kubectl --namespace training get {deployment} -o jsonpath='{mounted}'") == "virtualflow-key"
         owner = "{.metadata.annotations.meta\\.helm\\.sh/release-name}"
         assert read(f"kubectl get crd virtualflowjobs.virtualflow.dev -o jsonpath='{owner}'") == "training"
+
+
+def test_metrics_are_shown_to_whom_the_api_server_lets_and_the_monitors_token_opens_nothing_else(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path) as person:
+        installed = person.install("virtualflow", "--set metrics.authentication=true")
+        assert installed.returncode == 0, installed.stderr
+        port, token = free_port(), "kubectl --namespace virtualflow create token"
+        reader = person.read(f"{token} virtualflow-operator-metrics").strip()
+        operator = person.read(f"{token} virtualflow-operator").strip()
+        headers = {"": 401, "Bearer nonsense": 401, f"Bearer {operator}": 403, f"Bearer {reader}": 200}
+        flags = ["--metrics-authentication", f"--metrics-port={port}"]
+        with person.operator("virtualflow", "virtualflow-operator", *flags) as process:
+            until(lambda: "this process leads" in process.output())
+            found = {header: read_metrics(port, header) for header in headers}
+        assert {header: status for header, (status, _) in found.items()} == headers
+        assert "virtualflow_build_info" in found[f"Bearer {reader}"][1]
+        assert "virtualflow-operator may not get the nonResourceURL /metrics" in found[f"Bearer {operator}"][1]
+        account = "--as=system:serviceaccount:virtualflow:virtualflow-operator-metrics"
+        allowed = person.run(f"kubectl {account} auth can-i list pods --all-namespaces")
+        assert allowed.stdout.strip() == "no"
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq: put it on the PATH")

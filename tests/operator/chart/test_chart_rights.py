@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rendering import (
     DEFAULTS,
+    EVERYTHING,
     NAMESPACE,
     NAMESPACED,
     Object,
@@ -13,7 +14,7 @@ from rendering import (
     render,
     with_helm,
 )
-from rights import WITH_KUEUE, Rule, documented
+from rights import WITH_AUTHENTICATION, WITH_KUEUE, Rule, documented
 
 
 def rights(table: str) -> set[Rule]:
@@ -29,8 +30,8 @@ def rights(table: str) -> set[Rule]:
 OVER_JOBS = documented("where its jobs are")
 EVERYWHERE = documented("everywhere")
 IN_ITS_OWN_NAMESPACE = documented("own namespace")
-VIEWER = rights(
 SHARED = documented("kube-public, with namespaces: all")
+VIEWER = rights(
     """
     virtualflow.dev virtualflowjobs                                   get,list,watch
     virtualflow.dev virtualflowjobs/scale,virtualflowjobs/status      get
@@ -76,6 +77,30 @@ def test_the_rights_over_kueue_are_given_by_a_value_of_their_own() -> None:
     assert granted(of_kind(objects, "ClusterRole")) == EVERYWHERE | everywhere
     in_team = [role for role in of_kind(objects, "Role") if role["metadata"]["namespace"] == "team-a"]
     assert granted(in_team) == OVER_JOBS | over_jobs
+
+
+@with_helm
+def test_the_operator_may_ask_who_reads_its_metrics_only_where_it_is_to_ask_and_the_reader_may_read_them_alone() -> (
+    None
+):
+    values = NAMESPACED | {"metrics": {"authentication": True, "podMonitor": {"enabled": True}}}
+    objects = render(values)
+    operators, readers = sorted(of_kind(objects, "ClusterRole"), key=lambda role: len(role["metadata"]["name"]))
+    assert granted([operators]) == EVERYWHERE | documented(WITH_AUTHENTICATION)
+    assert readers["rules"] == [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]
+    of_readers = [
+        b for b in of_kind(objects, "ClusterRoleBinding") if b["roleRef"]["name"] == readers["metadata"]["name"]
+    ]
+    account = "virtualflow-operator-metrics"
+    assert [b["subjects"] for b in of_readers] == [
+        [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
+    ]
+    (secret,) = (s for s in of_kind(objects, "Secret") if s["type"] == "kubernetes.io/service-account-token")
+    assert secret["metadata"]["annotations"] == {"kubernetes.io/service-account.name": account}
+    (endpoint,) = only(objects, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": secret["metadata"]["name"], "key": "token"}
+    (plain,) = only(render(EVERYTHING), "ServiceMonitor")["spec"]["endpoints"]
+    assert "authorization" not in plain
 
 
 @with_helm

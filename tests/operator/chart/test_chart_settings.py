@@ -60,6 +60,7 @@ def test_the_values_have_the_defaults_of_the_operator() -> None:
         "progress_interval",
         "unschedulable_patience",
         "job_metrics",
+        "metrics_authentication",
         "extra_taints",
         "turns_directory",
     ):

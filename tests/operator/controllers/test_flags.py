@@ -59,6 +59,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         "identity": "pod-1",
         "health_port": "1",
         "metrics_port": "2",
+        "metrics_authentication": "true",
         "job_metrics": "false",
         "network_policies": "yes",
         "operator_labels": "app.kubernetes.io/name=virtualflow, plain=",
