@@ -249,6 +249,23 @@ def test_a_change_that_is_put_back_before_the_last_virtual_node_is_found_in_the_
     guard.close()
 
 
+@pytest.mark.parametrize("call", ["step.log", "run.log"])
+def test_a_number_with_an_endless_name_is_refused_by_a_sentence(call: str) -> None:
+    def script() -> None:
+        model = nn.Linear(3, 1)
+        data = torch.utils.data.TensorDataset(torch.ones(4, 3))
+        with vf.elastic(model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=4, virtual_nodes=2) as run:
+            for step in run:
+                for (x,) in step:
+                    loss = model(x).sum()
+                    loss.backward()
+                    step.log(**{"m" * (254 if call == "step.log" else 253): loss})
+                run.log(**{"m" * 254: 1.0})
+
+    with pytest.raises(ConfigurationError, match=rf"{call} got a name of 254 characters .*give names of at most 253"):
+        script()
+
+
 def test_watching_optimizers_leaves_them_separable_and_ends_with_the_run() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

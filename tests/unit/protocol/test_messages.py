@@ -18,6 +18,7 @@ from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import (
     MAX_CHANGES,
     MAX_METRICS,
+    MAX_NAME,
     MAX_RUNS,
     MAX_UNPACKED,
     MAX_VIRTUAL_NODES,
@@ -93,6 +94,9 @@ def progress_of(metrics: int) -> bytes:
         pytest.param(hello_with().replace(b"null", b"Infinity", 1), id="infinity"),
         pytest.param(hello_with(changes=[CHANGE] * (MAX_CHANGES + 1)), id="an enormous list"),
         pytest.param(progress_of(MAX_METRICS + 1), id="too many metrics"),
+        pytest.param(
+            progress_of(1).replace(b'"0"', b'"' + b"m" * (MAX_NAME + 1) + b'"'), id="too long a metric's name"
+        ),
     ],
 )
 def test_what_is_no_message_is_refused(raw: bytes) -> None:

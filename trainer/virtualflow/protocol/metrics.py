@@ -12,12 +12,30 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.protocol.settings import MAX_METRICS
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import MAX_METRICS, MAX_NAME
 
 NotFinite = Literal["NaN", "Infinity", "-Infinity"]
 Metric = float | NotFinite
-Metrics = Annotated[dict[str, Metric], msgspec.Meta(max_length=MAX_METRICS)]
+MetricName = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Metrics = Annotated[dict[MetricName, Metric], msgspec.Meta(max_length=MAX_METRICS)]
 """By name, as they travel."""
+
+
+def check_metric_name(name: str, call: str) -> None:
+    """See that a number's name is short enough to travel.
+
+    Args:
+        name: what the script calls it.
+        call: by what it logs it.
+
+    Raises:
+        ConfigurationError: it is too long.
+    """
+    if len(name) > MAX_NAME:
+        raise ConfigurationError(
+            f"{call} got a name of {len(name)} characters ({name[:40]!r}...); give names of at most {MAX_NAME}"
+        )
 
 
 def not_finite(value: float) -> NotFinite | None:

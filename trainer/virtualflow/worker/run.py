@@ -32,7 +32,7 @@ from virtualflow.errors import (
 )
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.metrics import as_metrics
+from virtualflow.protocol.metrics import as_metrics, check_metric_name
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.protocol.wording import describe_end
 from virtualflow.state import join_optimizers
@@ -349,8 +349,13 @@ class Run:
         """Add numbers about the whole job (a test accuracy) to its report, and to the last step in its trackers.
 
         Every worker logs the same.
+
+        Raises:
+            ConfigurationError: a name is too long.
         """
         training = self.context.training
+        for name in metrics:
+            check_metric_name(name, "run.log")
         numbers = {name: float(value) for name, value in metrics.items()}
         training.logged.update(numbers)
         training.note_non_finite(numbers)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.protocol.metrics import check_metric_name
 from virtualflow.step import Told
 
 Loss = Callable[..., Tensor]
@@ -87,7 +88,7 @@ class Step:
 
         Raises:
             VirtualFlowError: there is no present micro-batch.
-            ConfigurationError: something is not one real number.
+            ConfigurationError: something is not one real number, or its name is too long.
         """
         if self.complete or not self._iterating:
             raise VirtualFlowError(
@@ -95,6 +96,7 @@ class Step:
             )
         values: dict[str, float | Tensor] = {}
         for name, value in metrics.items():
+            check_metric_name(name, "step.log")
             if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
                 raise ConfigurationError(
                     f"step.log got {name} of shape {list(value.shape)} and type {value.dtype}; log one real number"
