@@ -35,6 +35,41 @@ def test_twenty_jobs_at_once(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def sent(stage: Stage, verbs: tuple[str, ...], resource: str, since: int) -> list[float]:
+    """When the operator sent requests of that kind."""
+    return [r.time for r in stage.server.requests[since:] if r.verb in verbs and r.resource == resource]
+
+
+def test_a_job_that_makes_steps_has_its_status_written_as_often_as_is_promised(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start("--progress-seconds=2")
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        await stage.until(lambda: (stage.status("digits").get("step") or 0) > 0)
+        since = len(stage.server.requests)
+        await stage.until(lambda: len(sent(stage, ("patch",), "virtualflowjobs/status", since)) == 4)
+        times = sent(stage, ("patch",), "virtualflowjobs/status", since)
+        assert times[-1] - times[0] > 5, "30 steps a second, and a write in 2 s"
+
+    play(tmp_path, story)
+
+
+def test_a_job_whose_conditions_change_all_the_time_writes_once_a_second_after_a_burst(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        since = len(stage.server.requests)
+        stage.kubelet.training(NAMESPACE, "digits").wavers = True
+        await stage.until(lambda: len(sent(stage, ("patch",), "virtualflowjobs/status", since)) >= 14)
+        times = sent(stage, ("patch",), "virtualflowjobs/status", since)
+        span = times[-1] - times[0]
+        assert len(times) <= 11 + span, "10 at once, then 1 a second"
+        assert len(sent(stage, ("create", "patch"), "events", since)) <= 26 + span / 30
+
+    play(tmp_path, story)
+
+
 def add_event(stage: Stage, pod: Object, reason: str, message: str) -> None:
     """As a kubelet does, after that of the scheduler."""
     of_it = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")} | {"kind": "Pod", "apiVersion": "v1"}
