@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from virtualflow.launcher.turn_server import TurnServer
+from virtualflow.launcher.turn_server import Peer, TurnServer, identify
 
 PATIENCE = 60.0
 
 
 @contextmanager
-def turn_server(path: Path, limit: float = PATIENCE) -> Iterator[TurnServer]:
+def turn_server(
+    path: Path, limit: float = PATIENCE, identify: Callable[[socket.socket], Peer] = identify
+) -> Iterator[TurnServer]:
     """One that listens at ``path`` as long as the block lasts."""
     ready, found = threading.Event(), []
 
     async def listen() -> None:
-        ended, server = asyncio.Event(), TurnServer(limit)
+        ended, server = asyncio.Event(), TurnServer(limit, identify)
         found[:] = [asyncio.get_running_loop(), ended, server]
         async with await asyncio.start_unix_server(server.serve, path):
             ready.set()

@@ -97,6 +97,8 @@ def test_turn_servers_ask_for_a_directory_of_their_node_and_for_root_and_no_more
     assert container["args"] == ["/var/run/turns/socket"]
     assert read_settings([], environment(objects)).turns_directory == "/var/run/turns", "where workers look for it"
     assert (pod["nodeSelector"], pod["tolerations"]) == ({"gpu": "true"}, [{"operator": "Exists"}])
+    seeing = only(render({"turns": {"enabled": True, "hostPID": True}}), "DaemonSet")["spec"]["template"]["spec"]
+    assert beyond_restricted(seeing) == ["hostPID", "volumes: turns", "turns: runAsNonRoot"]
     selector = daemon_set["spec"]["selector"]["matchLabels"]
     assert selects(selector, template["metadata"]["labels"])
     assert not any(selects(selector, other["metadata"]["labels"]) for other in pod_templates(objects))

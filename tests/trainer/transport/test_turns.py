@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import chain, repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from turn_servers import PATIENCE, turn_server
 
 from forking import FORKING, start
 from virtualflow.errors import CommunicatorBroken
+from virtualflow.launcher.turn_server import Peer, find_pod, identify
+from virtualflow.protocol.turns import Ask, Attach, line
 from virtualflow.transport import Activity, Turns
 from virtualflow.transport.settings import TurnSettings
 
@@ -196,3 +200,71 @@ def test_who_says_something_else_is_not_served(path: Path, sharers: Callable[...
         one = sharers("one")
         one.take()
         assert not one.told
+
+
+def attach(path: Path, job: str, device: str = "device") -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    connection.sendall(line(Attach(job, device)) + line(Ask(1)))
+    return connection
+
+
+def is_served(connection: socket.socket) -> bool:
+    """Whether it was told of its turn, or that it is to wait; the end of the connection is the other answer."""
+    connection.settimeout(PATIENCE)
+    try:
+        return bool(connection.recv(4_096))
+    except ConnectionResetError:
+        return False
+
+
+def test_a_pod_has_so_many_connections_and_names_and_takes_none_from_another(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pods = chain("aaaaab", repeat("a"))
+    with ExitStack() as stack:
+        stack.enter_context(turn_server(path, identify=lambda _: Peer(f"the pod {next(pods)}", 3, 2)))
+
+        def served(job: str) -> bool:
+            return is_served(stack.enter_context(attach(path, job)))
+
+        first = stack.enter_context(attach(path, "one"))
+        assert is_served(first)
+        assert [served("other"), served("third"), served("one")] == [True, False, True]
+        assert not served("one"), "a fourth connection"
+        assert served("one"), "of another pod"
+        first.close()
+        while not served("other"):  # until the server has seen that end
+            pass
+        assert not served("other"), "one of its connections was free again, and no other"
+    (ended,) = [record.getMessage() for record in caplog.records if "was ended" in record.getMessage()]
+    assert "of the pod a was ended: it has the names of 2 other jobs already" in ended, "and it is told once"
+
+
+def test_who_connects_is_known_from_the_kernel() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        found = identify(ours).name
+    pod = find_pod(Path("/proc/self/cgroup").read_text())
+    assert found == (f"the pod {pod}" if pod else f"the user {os.getuid()}")
+
+
+UID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
+
+
+@pytest.mark.parametrize(
+    ("groups", "pod"),
+    [
+        (f"0::/kubepods.slice/kubepods-pod{UID.replace('-', '_')}.slice/cri-containerd-{'a' * 64}.scope\n", UID),
+        (f"0::/../../kubepods-besteffort-pod{UID.replace('-', '_')}.slice/crio-{'a' * 64}.scope\n", UID),
+        (
+            f"12:cpu:/kubepods/burstable/pod{UID}/{'a' * 64}\n1:name=systemd:/kubepods/burstable/pod{UID}/{'a' * 64}\n",
+            UID,
+        ),
+        ("0::/user.slice/user-1000.slice/session-2.scope\n", None),
+        ("0::/\n", None),
+        ("", None),
+    ],
+)
+def test_the_pod_of_a_process_is_read_from_its_control_groups(groups: str, pod: str | None) -> None:
+    assert find_pod(groups) == pod

@@ -2,6 +2,9 @@
 
 It knows nothing of the jobs but their names, keeps nothing, and decides nothing that a result depends on. Workers that
 cannot reach it compute as if there was none. Whose connection ends, as it does when a process is killed, has no turn.
+
+Who connects is known from the kernel: the pod, where the server sees the node's processes, else the user. Each may have
+so many connections and names of jobs, and no more.
 """
 
 from __future__ import annotations
@@ -9,13 +12,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import signal
 import socket
+import struct
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,12 +44,45 @@ from virtualflow.protocol.turns import (
 logger = logging.getLogger("virtualflow.turns")
 
 
+MOST = 1_024
+"""Connections in all."""
+FIRST_LIMIT = 10.0
+"""Seconds in which a connection is to say for which job and device it is."""
+_POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Peer(NamedTuple):
+    """Who has connected, as the kernel says, and what it may have at once."""
+
+    name: str
+    connections: int
+    jobs: int
+
+
+def find_pod(cgroups: str) -> str | None:
+    """The uid of the pod whose process is in these control groups (``/proc/PID/cgroup``)."""
+    found = _POD.findall(cgroups)
+    return found[-1].replace("_", "-") if found else None
+
+
+def identify(connection: socket.socket) -> Peer:
+    """Who has connected: a pod, where its process can be seen from here, else a user of the machine."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(told)
+    pod = None
+    with suppress(OSError):  # it has ended meanwhile
+        pod = find_pod(Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")) if pid else None  # 0: not seen
+    return Peer(f"the pod {pod}", 64, 4) if pod else Peer(f"the user {user}", MOST // 2, 64)
+
+
 @dataclass
 class _Sharer:
     """A connection."""
 
     number: int
     writer: asyncio.StreamWriter
+    peer: str
     job: str
     device: str
     turn: int | None = None
@@ -57,10 +98,15 @@ class TurnServer:
 
     Args:
         limit: seconds that a turn may take while others wait.
+        identify: says who has connected.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, identify: Callable[[socket.socket], Peer] = identify) -> None:
+        self._limit, self._identify = limit, identify
+        self._peers: Counter[str] = Counter()
+        """Connections of each."""
+        self._refused: set[str] = set()
+        """Of whom that has been logged."""
         self._devices: dict[str, Device] = {}
         self._sharers: dict[int, _Sharer] = {}
         self._numbers = count(1)
@@ -77,27 +123,45 @@ class TurnServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to its end."""
         sharer: _Sharer | None = None
+        peer = self._identify(writer.get_extra_info("socket"))
+        self._peers[peer.name] += 1
         self._open[asyncio.current_task()] = writer
         try:
-            while (message := await _read(reader)) is not None:
-                if sharer is None:
-                    sharer = self._attach(writer, message)
-                else:
-                    self._take(sharer, message)
+            self._count(peer)
+            async with asyncio.timeout(FIRST_LIMIT):
+                first = await _read(reader)
+            sharer = self._attach(writer, peer, first) if first is not None else None
+            while sharer is not None and (message := await _read(reader)) is not None:
+                self._take(sharer, message)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            logger.warning("a connection was ended: %s", error)
-        except ConnectionError:
+            if peer.name not in self._refused:
+                self._refused.add(peer.name)
+                logger.warning("a connection of %s was ended: %s; further ones of it are not logged", peer.name, error)
+        except (ConnectionError, TimeoutError):
             pass  # it has ended itself
         finally:
             if sharer is not None:
                 self._forget(sharer)
             writer.close()
             del self._open[asyncio.current_task()]
+            self._peers[peer.name] -= 1
+            if not self._peers[peer.name]:
+                del self._peers[peer.name]
+                self._refused.discard(peer.name)
 
-    def _attach(self, writer: asyncio.StreamWriter, first: FromSharer) -> _Sharer:
+    def _count(self, peer: Peer) -> None:
+        if self._peers[peer.name] > peer.connections:
+            raise ValueError(f"it has {peer.connections} others already")
+        if len(self._open) > MOST:
+            raise ValueError(f"{MOST} others are open already")
+
+    def _attach(self, writer: asyncio.StreamWriter, peer: Peer, first: FromSharer) -> _Sharer:
         if not isinstance(first, Attach):
             raise ValueError("its first message does not say for which job and device")
-        sharer = _Sharer(next(self._numbers), writer, first.job, first.device)
+        names = {other.job for other in self._sharers.values() if other.peer == peer.name} | {first.job}
+        if len(names) > peer.jobs:
+            raise ValueError(f"it has the names of {peer.jobs} other jobs already")
+        sharer = _Sharer(next(self._numbers), writer, peer.name, first.job, first.device)
         self._sharers[sharer.number] = sharer
         self._devices.setdefault(sharer.device, Device(self._limit))
         logger.info("%s shares %s", sharer.job, sharer.device)
