@@ -261,6 +261,7 @@ UID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
             f"12:cpu:/kubepods/burstable/pod{UID}/{'a' * 64}\n1:name=systemd:/kubepods/burstable/pod{UID}/{'a' * 64}\n",
             UID,
         ),
+        (f"0::/kubepods/pod{UID}/{'a' * 64}/pod{'1' + UID[1:]}\n", UID),
         ("0::/user.slice/user-1000.slice/session-2.scope\n", None),
         ("0::/\n", None),
         ("", None),

@@ -62,8 +62,8 @@ class Peer(NamedTuple):
 
 def find_pod(cgroups: str) -> str | None:
     """The uid of the pod whose process is in these control groups (``/proc/PID/cgroup``)."""
-    found = _POD.findall(cgroups)
-    return found[-1].replace("_", "-") if found else None
+    found = _POD.search(cgroups)  # the outermost: what is inside may be of the pod's own making
+    return found[1].replace("_", "-") if found else None
 
 
 def identify(connection: socket.socket) -> Peer:
