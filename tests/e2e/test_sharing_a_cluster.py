@@ -141,7 +141,9 @@ class Standing:
             return
         assert self.step <= repeated <= most, f"{job.name} repeated {repeated} steps: {told}, {self}"
         assert len(told) == 1, told
-        again = re.fullmatch(r"started again from step 0 with \d+ workers?: .*; (\d+) steps? repeated", told[0])
+        again = re.fullmatch(
+            r"0 workers → \d+ workers? at step [01] \(.*\): (?:pause .*, )?(\d+) steps? repeated.*", told[0]
+        )
         assert again is not None, told
         assert int(again[1]) == repeated, "nothing else has cost a step"
 

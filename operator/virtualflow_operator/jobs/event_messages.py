@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from virtualflow.protocol.job_view import describe_change, describe_new_beginning
 from virtualflow.protocol.messages import Change
 from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
+from virtualflow_operator.jobs.admission import describe_allocation
 
 _AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed", "DoesNotFit")
 """Conditions that are bad news as they become true."""
+_OBSTACLES = (
+    reasons.INVALID_SPEC,
+    reasons.TEMPLATE_REJECTED,
+    reasons.CREATION_REFUSED,
+    reasons.UNSCHEDULABLE,
+    reasons.CANNOT_START,
+)
+"""Reasons of ``Progressing`` that keep a job from training."""
+_CAUSES = {
+    "lost": reasons.RECOVERED,
+    "broken": reasons.RECOVERED,
+    "restart": reasons.RESTARTED,
+    "rebalance": reasons.REBALANCED,
+}
 
 
 def lost(worker: str, why: str, node: str = "") -> EventMessage:
@@ -61,7 +77,8 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     # A coordinator that remembers the training tells of a change; generations of one that does not begin from 1. One
     # that learns of it from a worker may hear of the step before the latest first.
     if (new.step or 0) < (old.step or 0) - 1 and new.generation <= old.generation:
-        found.append(EventMessage(reasons.RESTARTED, _began_again(old, new), warning=True))
+        again = describe_new_beginning(old.step or 0, new.step or 0, new.checkpoint_step)
+        found.append(EventMessage(reasons.RESTARTED, again, warning=True))
     if new.phase == "Suspended" and old.phase != "Suspended":
         condition = new.condition("Suspended")
         found.append(
@@ -76,8 +93,7 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
         before_given is None or (before_given.workers, before_given.host) != (given.workers, given.host)
     ):
         name = reasons.IN_TURNS if given.host else reasons.ALLOCATED if given.workers else reasons.QUEUED
-        count = counted(given.workers, "worker") if given.workers else "no workers"
-        found.append(EventMessage(name, f"the queue {given.queue} gives it {count}: {given.reason}"))
+        found.append(EventMessage(name, describe_allocation(given)))
     if new.phase == "Complete" and old.phase != "Complete":
         condition, digest = new.condition("Complete"), f"; digest {new.digest}" if new.digest else ""
         assert condition is not None
@@ -92,18 +108,11 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
         if condition.status == "True" and (former is None or former.status != "True"):
             found.append(EventMessage(condition.reason, condition.message, warning=True))
     before, after = old.condition("Progressing"), new.condition("Progressing")
-    obstacles = (
-        reasons.INVALID_SPEC,
-        reasons.TEMPLATE_REJECTED,
-        reasons.CREATION_REFUSED,
-        reasons.UNSCHEDULABLE,
-        reasons.CANNOT_START,
-    )
-    limits = (reasons.EFFICIENT, reasons.LIMITED_BY_KUEUE)
-    if after is not None and after.reason in limits and (before is None or before.reason != after.reason):
-        found.append(EventMessage(after.reason, after.message))
-    if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
-        found.append(EventMessage(after.reason, after.message, warning=True))
+    if after is not None and (before is None or before.reason != after.reason):
+        if after.reason in (reasons.EFFICIENT, reasons.LIMITED_BY_KUEUE):
+            found.append(EventMessage(after.reason, after.message))
+        elif after.reason in _OBSTACLES:
+            found.append(EventMessage(after.reason, after.message, warning=True))
     return found
 
 
@@ -113,43 +122,9 @@ def _from_where(status: JobStatus) -> str:
     return f"resuming from the checkpoint of step {status.checkpoint_step}"
 
 
-def _began_again(old: JobStatus, new: JobStatus) -> str:
-    """The step has fallen, and no coordinator is left that could tell of it."""
-    lost = f"no worker and no coordinator is left that had step {old.step}"
-    saved = new.checkpoint_step
-    if saved is None:
-        again = _repeated(old.step or 0)
-        return f"began anew from the first step: {lost}, and there is no checkpoint; {again} repeated"
-    if saved > (new.step or 0):
-        return f"started again from a checkpoint before that of step {saved}, which cannot be used: {lost}"
-    return f"started again from step {saved}: {lost}; {_repeated((old.step or 0) - saved)} repeated"
-
-
 def _of_change(change: Change) -> EventMessage:
-    pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
-    moved = f"{change.from_} to {counted(change.to, 'worker')} at step {change.step}{pause}: {change.reason}"
-    if change.cause in ("lost", "broken"):
-        return EventMessage(reasons.RECOVERED, f"recovered, {moved}; {_repeated_by(change)}", warning=True)
-    if change.cause == "restart":
-        again = f"started again from step {max(0, change.step - 1)} with {counted(change.to, 'worker')}"
-        return EventMessage(reasons.RESTARTED, f"{again}: {change.reason}; {_repeated_by(change)}", warning=True)
-    if change.cause == "rebalance":
-        return EventMessage(reasons.REBALANCED, f"virtual nodes moved at step {change.step}{pause}: {change.reason}")
-    return EventMessage(reasons.RESIZED, f"resized from {moved}")
-
-
-def _duration(milliseconds: float) -> str:
-    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
-
-
-def _repeated_by(change: Change) -> str:
-    again = change.repeated_virtual_nodes
-    computed = f", {counted(again, 'virtual node')} computed again" if again else ""
-    return f"{_repeated(change.repeated_steps)} repeated{computed}"
-
-
-def _repeated(steps: int) -> str:
-    return counted(steps, "step") if steps else "no step"
+    reason = _CAUSES.get(change.cause, reasons.RESIZED)
+    return EventMessage(reason, describe_change(change), warning=reason in (reasons.RECOVERED, reasons.RESTARTED))
 
 
 def _listed(names: Iterable[str]) -> str:

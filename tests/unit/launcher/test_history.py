@@ -6,17 +6,15 @@ import pytest
 
 from statuses import coordinator_status
 from virtualflow.launcher.report import JobHistory
+from virtualflow.protocol.job_view import describe_new_beginning
 from virtualflow.protocol.messages import CheckpointState
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "told"),
     [
-        (None, "began anew from the first step: no worker and no coordinator is left that had step 40"),
-        (
-            CheckpointState(60.0, 2, 50.0),
-            "started again from the checkpoint of step 2: no worker and no coordinator is left that had step 40",
-        ),
+        (None, describe_new_beginning(40, 3, None)),
+        (CheckpointState(60.0, 2, 50.0), describe_new_beginning(40, 3, 2)),
     ],
 )
 def test_a_job_of_which_nothing_was_left_says_once_that_it_began_again(

@@ -15,6 +15,7 @@ import msgspec
 from virtualflow.atomic_file import write_whole
 from virtualflow.coordinator.series import Series
 from virtualflow.protocol.http_api import ENDED, Event, Status
+from virtualflow.protocol.job_view import describe_new_beginning
 from virtualflow.protocol.messages import Change, Generation, RunResult
 
 
@@ -60,10 +61,7 @@ class JobHistory:
         if status.run != run or status.step >= step - 1 or status.generation > generation:
             return None
         saved = status.checkpoint.step if status.checkpoint is not None else None
-        again = "began anew from the first step"
-        if saved is not None:
-            again = f"started again from the checkpoint of step {saved}"
-        return f"{again}: no worker and no coordinator is left that had step {step}"
+        return describe_new_beginning(step, status.step, saved)
 
     def take(self, status: Status, now: float = 0.0) -> tuple[list[Change], list[Event]]:
         """Remember what ``status`` tells; the changes and events that were not known before.

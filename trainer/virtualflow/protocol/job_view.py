@@ -91,6 +91,23 @@ def describe_change(change: Change | ChangeEntry) -> str:
     return f"{size} at step {change.step}{of_run} ({change.reason}): {', '.join(filter(None, costs))}"
 
 
+def describe_new_beginning(lost: int, step: int, saved: int | None) -> str:
+    """How a training began again that nobody remembers.
+
+    Args:
+        lost: the step that it had reached.
+        step: where it is now.
+        saved: the step of its newest checkpoint, if there is one.
+    """
+    nobody = f"no worker and no coordinator is left that had step {lost}"
+    if saved is None:
+        again = counted(lost, "step")
+        return f"began anew from the first step: {nobody}, and there is no checkpoint; {again} repeated"
+    if saved > step:
+        return f"started again from a checkpoint before that of step {saved}, which cannot be used: {nobody}"
+    return f"started again from step {saved}: {nobody}; {counted(lost - saved, 'step')} repeated"
+
+
 def _pause(change: Change | ChangeEntry) -> str:
     if change.pause_ms is None:
         return "no survivor" if change.from_ else ""
@@ -254,6 +271,11 @@ def nodes_fact(virtual_nodes: int | None, reproducibility: str | None) -> list[F
     return [] if virtual_nodes is None else [Fact("Virtual nodes", str(virtual_nodes), reproducibility or "")]
 
 
+def describe_nodes(first: int, last: int) -> str:
+    """The virtual nodes from ``first`` to before ``last``, as in ``3`` or ``0-3``."""
+    return str(first) if last == first + 1 else f"{first}-{last - 1}"
+
+
 def describe_pace(now: ViewNow) -> list[str]:
     """How fast the training is, and its metrics."""
     pace = [fact.said for fact in now.facts if fact.name in ("Speed", "Median step")]
@@ -345,9 +367,8 @@ def _notes(status: Status, unlisted: int) -> tuple[str, ...]:
 
 def _worker(worker: WorkerStatus, phase: Phase) -> WorkerView:
     state: str = worker.state if phase not in ENDED or worker.state == "done" else "ended"
-    nodes, count = "-", worker.last - worker.first
-    if count > 0:
-        nodes = str(worker.first) if count == 1 else f"{worker.first}-{worker.last - 1}"
+    count = worker.last - worker.first
+    nodes = describe_nodes(worker.first, worker.last) if count > 0 else "-"
     pace = "-" if worker.pace_ms is None else figure(worker.pace_ms)
     return WorkerView(
         worker.worker, "crashed" if worker.crashed else state, worker.first, max(0, count), nodes, pace, worker.pid
