@@ -29,7 +29,7 @@ class BucketReport(msgspec.Struct, frozen=True, rename="camel"):
     predicted: dict[str, float]
     """For each way: the seconds that it is predicted to take."""
     refused: dict[str, str]
-    """For each rewrite that was not applied: why."""
+    """What would be faster and is not done, each with the reason."""
 
 
 class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
@@ -41,7 +41,7 @@ class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
     measured: bool
     """Whether the numbers of the network are this job's own."""
     network: dict[str, float]
-    """Seconds, seconds a byte, and the share of these that is hidden beside a backward pass (``reduction.cost``)."""
+    """Seconds, seconds a byte, and the share of these that is hidden beside a backward pass."""
     buckets: list[BucketReport]
 
 

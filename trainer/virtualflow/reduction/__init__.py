@@ -32,9 +32,8 @@ from virtualflow.reduction.ownership import (
     union,
 )
 from virtualflow.reduction.pipeline import Early
-from virtualflow.reduction.program import UpdateRule
 from virtualflow.reduction.reducer import Reducer, Scheduled
-from virtualflow.reduction.schedule import Choose, choose_programs
+from virtualflow.reduction.schedule import Choose, choose_ways, stages
 from virtualflow.reduction.settings import Exchange
 
 __all__ = [
@@ -60,12 +59,11 @@ __all__ = [
     "Stretch",
     "Summation",
     "Tensors",
-    "UpdateRule",
     "as_raw",
     "block_norms",
     "choose_offloaded",
-    "choose_programs",
     "choose_summation",
+    "choose_ways",
     "clip_by_norm",
     "count_blocks",
     "covers",
@@ -78,6 +76,7 @@ __all__ = [
     "plan_offload",
     "separate",
     "share_row",
+    "stages",
     "total_norm",
     "union",
 ]

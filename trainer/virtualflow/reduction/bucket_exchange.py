@@ -8,7 +8,7 @@ everything up itself. The own rows are only read, so that they are whole if the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from virtualflow.reduction.accumulation import Tensors
-from virtualflow.reduction.program import Route, Split
+from virtualflow.reduction.schedule import Way
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import DONE, Collectives, Message, Pending
 
@@ -127,10 +127,8 @@ def plan_delivery(
     return Delivery(tuple(map(tuple, outward)), tuple(inward))
 
 
-def most_delivered(bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]] | None) -> int:
-    """Bytes of the bucket's sums that come to the member who needs most of them; ``None``: all need all."""
-    if needed_by is None:
-        return bucket.total * bucket.dtype.itemsize
+def most_delivered(bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]]) -> int:
+    """Bytes of the bucket's sums that come to the member who needs most of them."""
     needed: Counter[int] = Counter()
     for place in bucket.places:
         needed.update(dict.fromkeys(needed_by[place], templates[place].numel()))
@@ -175,16 +173,6 @@ class Buffers:
         self._kept = {}
 
 
-class Sum(Protocol):
-    """Sums what all members contribute."""
-
-    def __call__(self, arrived: dict[Key, Tensor], out: Tensor | None = None, *, scaled: bool = True) -> Tensor:
-        """The sum, in ``out`` if that is given, times the factor of the step if it is ``scaled``.
-
-        The arguments may be reused.
-        """
-
-
 @dataclass(frozen=True)
 class ReductionPlan:
     """What is reduced among whom, and how."""
@@ -192,17 +180,17 @@ class ReductionPlan:
     collectives: Collectives
     keys: Keys
     """Of which stretches each member contributes the sums."""
-    total: Sum
+    total: Callable[[dict[Key, Tensor], Tensor | None], Tensor]
+    """Adds up what all members contribute, times the factor of the step, into the second argument if that is given. The
+    first one's tensors may be reused."""
     templates: Sequence[Tensor]
     """One tensor per place, with its shape and device."""
     results: Sequence[Tensor]
     """Likewise, with the device that its sum comes to."""
     buckets: Sequence[Bucket]
     """In the order in which they set out."""
-    routes: Sequence[Route]
+    ways: Sequence[Way]
     """Which way each of them takes."""
-    scale: float
-    """The factor of the sum."""
     needed_by: Sequence[Sequence[int]] | None
     """For each place the ranks that need its sum; without it all do."""
 
@@ -227,7 +215,7 @@ class BucketExchange(Protocol):
 
 
 def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
-    """The exchange of a bucket of the plan, by its route.
+    """The exchange of a bucket of the plan, by its way.
 
     Args:
         plan: see there.
@@ -235,9 +223,9 @@ def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) 
         buffers: where messages are kept.
         name: of the reduction among them.
     """
-    if plan.routes[index].way is Split.WHOLE:
+    if plan.ways[index] is Way.WHOLE:
         return WholeExchange(plan, index, buffers, name)
-    if plan.routes[index].to_owners and plan.needed_by is not None:
+    if plan.needed_by is not None:
         return DeliveredExchange(plan, index, buffers, name, plan.needed_by)
     return SlicedExchange(plan, index, buffers, name)
 
@@ -248,7 +236,6 @@ class _Exchange:
     def __init__(self, plan: ReductionPlan, index: int) -> None:
         self._plan, self._bucket = plan, plan.buckets[index]
         self._collectives = plan.collectives
-        self._route = plan.routes[index]
         self._peers = [peer for peer in range(plan.collectives.size) if peer != plan.collectives.rank]
         self._rows = len(plan.keys[plan.collectives.rank])
 
@@ -297,7 +284,7 @@ class WholeExchange(_Exchange):
             for rank, nodes in enumerate(self._plan.keys)
             for at, node in enumerate(nodes)
         }
-        self._total = self._plan.total(arrived)
+        self._total = self._plan.total(arrived, None)
         return DONE
 
     def sums(self) -> list[tuple[int, Tensor]]:
@@ -350,11 +337,7 @@ class SlicedExchange(_Exchange):
             for nodes, of_member in zip(self._plan.keys, rows, strict=True)
             for node, row in zip(nodes, of_member, strict=True)
         }
-        route = self._route
-        if route.in_message:
-            return self._plan.total(arrived, out, scaled=route.scales_slices)
-        total = self._plan.total(arrived, scaled=route.scales_slices)
-        return total if out is None else out.copy_(total)
+        return self._plan.total(arrived, out)
 
     def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
         """Receive from some members and send to some; what is to come is waited for first."""

@@ -41,7 +41,6 @@ class Pipeline:
         self._collectives = collectives
         self._buckets = buckets
         self._templates = templates
-        self._routes, self._scale = plan.routes, plan.scale
         self.on_host = [all(templates[place].device.type == "cpu" for place in bucket.places) for bucket in buckets]
         """Whether a bucket's tensors are on the CPU, so that they may be written one by one."""
         self.rows = len(plan.keys[collectives.rank])
@@ -120,10 +119,7 @@ class Pipeline:
             CommunicatorBroken: they will not come.
         """
         self._collectives.settle(self._arrived[index])
-        found = dict(self._exchanges[index].sums())
-        if not self._routes[index].scales_slices:
-            multiply(found.values(), self._scale)
-        return found
+        return dict(self._exchanges[index].sums())
 
     @property
     def complete(self) -> bool:

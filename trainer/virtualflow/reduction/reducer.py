@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
@@ -28,9 +28,8 @@ from virtualflow.reduction.bucket_exchange import Bucket, Buffers, Keys, Reducti
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Owners
 from virtualflow.reduction.pipeline import Early, Pipeline
-from virtualflow.reduction.program import NETWORK_SIZE, Facts, Network, Shape, UpdateRule, combine
-from virtualflow.reduction.schedule import Choice, Choose, Terms, choose_programs
-from virtualflow.reduction.settings import Exchange, ProbeSettings, ReductionSettings
+from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
+from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
 
@@ -76,7 +75,6 @@ class Reducer:
     Args:
         summation: the order of summation.
         settings: how tensors travel.
-        rule: what happens to the sums of the first places.
         choose: chooses the way of each bucket.
         landing: which sums come to host memory; ``None``: each to where its tensors are.
     """
@@ -85,13 +83,11 @@ class Reducer:
         self,
         summation: Summation,
         settings: ReductionSettings,
-        rule: UpdateRule | None = None,
-        choose: Choose = choose_programs,
+        choose: Choose = choose_ways,
         landing: Landing | None = None,
     ) -> None:
         self._summation = summation
         self._settings = settings
-        self._rule = rule or UpdateRule()
         self._choose = choose
         self._landing = landing
         self.wish = settings.exchange
@@ -213,7 +209,7 @@ class Reducer:
                 lands = landing is not None and place < landing.places
                 result[place] = landing.memory.store(tensor) if landing is not None and lands else tensor
             return result
-        scheduled = self._scheduled(holdings, templates, places[::-1], Facts(collectives.size)) if places else []
+        scheduled = self._scheduled(holdings, templates, places[::-1], final=False) if places else []
         self.schedule, self._begun = [*self._begun, *scheduled], []
         if scheduled:
             plan = self._plan(collectives, holdings, templates, scheduled, scale)
@@ -271,8 +267,7 @@ class Reducer:
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
         """
-        facts = Facts(collectives.size, scale_known=scale is not None, final=True)
-        self._begun = self._overlapped(holdings, templates, places, facts)
+        self._begun = self._overlapped(collectives, holdings, templates, places)
         if not self._begun:
             return None
         plan = self._plan(collectives, holdings, templates, self._begun, 1.0 if scale is None else scale)
@@ -286,16 +281,18 @@ class Reducer:
         self, collectives: Collectives, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
     ) -> bool:
         """Whether any exchange of these tensors may begin beside the backward pass."""
-        facts = Facts(collectives.size, final=True)
-        return bool(self._overlapped(holdings, templates, range(len(templates))[::-1], facts))
+        return bool(self._overlapped(collectives, holdings, templates, range(len(templates))[::-1]))
 
     def _overlapped(
-        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], facts: Facts
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        templates: Sequence[Tensor],
+        places: Sequence[int],
     ) -> list[Scheduled]:
-        if facts.workers == 1 or not places:
+        if collectives.size == 1 or not places:
             return []
-        scheduled = self._scheduled(holdings, templates, places, facts)
-        return [one for one in scheduled if one.choice.route.overlapped]
+        return [one for one in self._scheduled(holdings, templates, places, final=True) if one.choice.overlapped]
 
     def _thread(self) -> Exchanger:
         if self._exchanger is None:
@@ -305,27 +302,27 @@ class Reducer:
     # --- what travels how ---------------------------------------------------------------------------------------------
 
     def _scheduled(
-        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], facts: Facts
+        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], *, final: bool
     ) -> list[Scheduled]:
         """The schedule of these places, chosen once a generation for tensors of these sizes."""
         rows = tuple(len(nodes) for nodes in self._keys(holdings))
         sizes = tuple((templates[place].numel(), templates[place].dtype) for place in places)
-        key = (tuple(places), sizes, rows, facts)
+        key = (tuple(places), sizes, rows, final)
         found = self._schedules.get(key)
         if found is None:
-            settings, exchange = self._settings, self._terms.exchange
-            facts = replace(facts, rule=replace(self._rule, sharded=self._owners is not None))
-            limit = exchange.bucket_bytes or settings.bucket
-            buckets = plan_buckets(templates, places, facts.workers, alignment=settings.alignment, limit=limit)
-            needed_by = self._needed_by(templates, facts.workers)
+            settings, limit = self._settings, self._terms.exchange.bucket_bytes or self._settings.bucket
+            buckets = plan_buckets(templates, places, len(rows), alignment=settings.alignment, limit=limit)
+            needed_by = self._needed_by(templates, len(rows))
             shapes = [
-                Shape(bucket.total * bucket.dtype.itemsize, rows, most_delivered(bucket, templates, needed_by))
+                Shape(
+                    bucket.total * bucket.dtype.itemsize,
+                    rows,
+                    None if needed_by is None else most_delivered(bucket, templates, needed_by),
+                )
                 for bucket in buckets
             ]
-            choices = self._choose(shapes, facts, self._terms, settings)
-            found = self._schedules[key] = [
-                Scheduled(bucket, shape, choice) for bucket, shape, choice in zip(buckets, shapes, choices, strict=True)
-            ]
+            choices = self._choose(shapes, final, self._terms, settings)
+            found = self._schedules[key] = list(map(Scheduled, buckets, shapes, choices))
         return found
 
     def _plan(
@@ -336,9 +333,9 @@ class Reducer:
         scheduled: Sequence[Scheduled],
         scale: float,
     ) -> ReductionPlan:
-        def total(arrived: dict[Key, Tensor], out: Tensor | None = None, *, scaled: bool = True) -> Tensor:
+        def total(arrived: dict[Key, Tensor], out: Tensor | None) -> Tensor:
             whole = self._summation.add_up(arrived, Tensor.add_)
-            if scaled and scale != 1.0:
+            if scale != 1.0:
                 return torch.mul(whole, scale, out=whole if out is None else out)
             return whole if out is None else out.copy_(whole)
 
@@ -349,8 +346,7 @@ class Reducer:
             templates,
             self._results(templates),
             [one.bucket for one in scheduled],
-            [one.choice.route for one in scheduled],
-            scale,
+            [one.choice.way for one in scheduled],
             self._needed_by(templates, collectives.size),
         )
 

@@ -1,4 +1,9 @@
-"""Which program each bucket of an exchange takes, and why: the one place where that is decided.
+"""Which way each bucket of an exchange takes, and why: the one place where that is decided.
+
+A bucket travels in slices, of which each worker adds up its own and returns it to all (or, of a sharded optimizer, to
+the owners of its state), or whole, and every worker adds up everything. It sets out beside the backward pass, or behind
+the step headers. Every way gives the same bits, since each element is added up in the shape of the tree, by whomever
+and wherever.
 
 Pure, and a function of what all workers of a step know alike: the plan of the generation, the numbers that were agreed
 on when it began, the first worker's wish, what the step headers have said. So all decide the same without a word.
@@ -9,26 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from enum import StrEnum
 
-from virtualflow.reduction.program import (
-    Facts,
-    Illegal,
-    Network,
-    Program,
-    Route,
-    Shape,
-    Split,
-    compile_route,
-    fuse,
-    overlap,
-    predict,
-    refusals,
-    reorder,
-    split,
-    write,
-)
-from virtualflow.reduction.settings import Exchange, ReductionSettings
+from virtualflow.reduction.settings import Exchange, Network, ReductionSettings
+
+
+class Way(StrEnum):
+    """How a bucket travels between workers."""
+
+    SLICES = "reduce-scatter"
+    WHOLE = "gather"
 
 
 @dataclass(frozen=True)
@@ -42,92 +37,138 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The program of a bucket."""
+class Shape:
+    """What a bucket has to carry."""
 
-    program: Program
+    size: int
+    """Bytes of one sum of the whole bucket."""
+    rows: tuple[int, ...]
+    """How many sums each worker contributes."""
+    delivered: int | None = None
+    """Bytes of the sums that come to whoever needs most, where they come to their owners only; ``None``: all to all."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a bucket travels."""
+
+    way: Way
     seconds: float
     """That it is predicted to take."""
     reason: str
     predicted: tuple[tuple[str, float], ...] = ()
     """For each way that was weighed: the seconds."""
+    overlapped: bool = False
+    """It begins beside the backward pass, and not behind the step headers."""
     refused: tuple[tuple[str, str], ...] = ()
-    """For each rewrite that was not applied: why."""
-
-    @cached_property
-    def route(self) -> Route:
-        """The way that carries the program out."""
-        return compile_route(self.program)
+    """What would make it faster and is not done, each with the reason."""
 
 
-Choose = Callable[[Sequence[Shape], Facts, Terms, ReductionSettings], list[Choice]]
-"""Chooses the programs of the buckets of an exchange."""
+Choose = Callable[[Sequence[Shape], bool, Terms, ReductionSettings], list[Choice]]
+"""Chooses the ways of the buckets of an exchange."""
 
 
-def improve(program: Program, facts: Facts) -> Program:
-    """Reorder and fuse as far as is legal: both save work and cost nothing."""
-    for rewrite in (reorder, reorder, fuse):
-        try:
-            program = rewrite(program, facts)
-        except Illegal:
-            continue
-    return program
-
-
-def choose_programs(shapes: Sequence[Shape], facts: Facts, terms: Terms, settings: ReductionSettings) -> list[Choice]:
-    """The program of each bucket, in their order.
+def choose_ways(shapes: Sequence[Shape], final: bool, terms: Terms, settings: ReductionSettings) -> list[Choice]:
+    """The way of each bucket, in their order.
 
     Args:
         shapes: what each bucket has to carry.
-        facts: of the job and the step.
+        final: whether a gradient is known to be final as soon as autograd has made it.
         terms: what was agreed on.
         settings: what must be saved for it to be worth to begin early.
     """
-    choices = [_choose_way(shape, facts, terms, settings) for shape in shapes]
+    choices = [_choose_way(shape, terms, settings) for shape in shapes]
     beside = terms.network.beside()
-    saved = math.fsum(predict(one.program, shape, beside) for one, shape in zip(choices, shapes, strict=True))
-    why_not = _why_not_early(saved, terms.exchange, settings)
-    return [_begin_early(choice, facts, why_not) for choice in choices]
+    saved = math.fsum(predict(one.way, shape, beside) for one, shape in zip(choices, shapes, strict=True))
+    why_not = _why_not_early(saved, final, terms.exchange, settings)
+    return [
+        replace(choice, overlapped=not why_not, refused=_refused(choice, shape, why_not))
+        for choice, shape in zip(choices, shapes, strict=True)
+    ]
 
 
-def _choose_way(shape: Shape, facts: Facts, terms: Terms, settings: ReductionSettings) -> Choice:
-    written = write(facts.rule)
-    found = {way: improve(split(written, facts, way), facts) for way in Split}
-    seconds = {way: predict(program, shape, terms.network) for way, program in found.items()}
-    predicted = tuple((str(way), took) for way, took in seconds.items())
+def _choose_way(shape: Shape, terms: Terms, settings: ReductionSettings) -> Choice:
+    seconds = {way: predict(way, shape, terms.network) for way in Way}
     wanted = terms.exchange.algorithm
-    gathered = max(shape.rows) * shape.workers * shape.size
+    gathered = max(shape.rows) * len(shape.rows) * shape.size
     if wanted == "auto" and gathered > settings.most_gathered:
-        best = Split.SLICES
+        best = Way.SLICES
         reason = f"gathered, the sums of all workers would take {gathered / 2**20:.0f} MiB of memory at each of them"
     elif wanted == "auto":
         # The fewest trips where both take as long.
-        best = min(Split, key=lambda way: (seconds[way], way is Split.SLICES))
+        best = min(Way, key=lambda way: (seconds[way], way is Way.SLICES))
         source = "measured" if terms.measured else "assumed"
         reason = f"predicted to be the fastest, by the {source} latency and bandwidth"
     else:
-        best, reason = Split(wanted), f"asked for: vf.Exchange(algorithm={wanted!r})"
-    return Choice(found[best], seconds[best], reason, predicted)
+        best, reason = Way(wanted), f"asked for: vf.Exchange(algorithm={wanted!r})"
+    return Choice(best, seconds[best], reason, tuple((str(way), took) for way, took in seconds.items()))
 
 
-def _why_not_early(saved: float, exchange: Exchange, settings: ReductionSettings) -> str | None:
-    """Why an exchange is not to begin early though it may, if that saves so many seconds; ``None``: it is."""
+def _why_not_early(saved: float, final: bool, exchange: Exchange, settings: ReductionSettings) -> str:
+    """Why an exchange does not begin early that saves so many seconds if it does; empty: it does."""
+    if exchange.overlap is False:
+        return "not wanted: vf.Exchange(overlap=False)"
     if exchange.overlap is None and saved < settings.overlap_from:
         return (
             f"all buckets together are predicted to save {1e3 * saved:.2f} ms beside the backward pass, and to begin "
             f"early costs about {1e3 * settings.overlap_from:.2f} ms"
         )
-    return "not wanted: vf.Exchange(overlap=False)" if exchange.overlap is False else None
+    if not final:
+        return (
+            "gradients may still change behind the backward pass: no step of this generation has shown yet that they "
+            "do not, or one of the last steps has changed some"
+        )
+    return ""
 
 
-def _begin_early(choice: Choice, facts: Facts, why_not: str | None) -> Choice:
-    program = choice.program
-    if why_not is None:
-        try:
-            program = overlap(program, facts)
-        except Illegal as illegal:
-            why_not = str(illegal)
-    refused = refusals(program, facts)
-    if why_not is not None:
-        refused["overlap"] = why_not
-    return replace(choice, program=program, refused=tuple(refused.items()))
+def _refused(choice: Choice, shape: Shape, why_not_early: str) -> tuple[tuple[str, str], ...]:
+    refused = {}
+    if shape.delivered is None and choice.way is Way.SLICES:
+        refused["reorder"] = (
+            "every worker keeps the whole state of the optimizer, so it steps whole gradients (shard_optimizer=False)"
+        )
+    if why_not_early:
+        refused["overlap"] = why_not_early
+    return tuple(refused.items())
+
+
+def stages(choice: Choice, shape: Shape) -> str:
+    """What is carried out of a bucket's exchange, one after the other, for people."""
+    if choice.way is Way.WHOLE:
+        text = "gather sums -> tree sum"
+    else:
+        text = f"slices out -> tree sum -> {'slices back' if shape.delivered is None else 'sums to owners'}"
+    return f"{text}, beside the backward pass" if choice.overlapped else text
+
+
+# How long a way takes: a prediction from what was measured on the running job.
+#
+# Latency and bandwidth (the Hockney model: a + b * bytes) of the messages that an exchange is made of, as this job's
+# own messages have them, checksums included; and the speed at which a worker adds.
+
+
+def combine(measured: Sequence[Network]) -> Network:
+    """What counts where each worker has measured.
+
+    Of an exchange the shortest time: the others have waited for somebody who came later. Of what a worker does alone
+    the longest, and of what it can do beside its work the least: a step waits for the slowest.
+    """
+    return Network(
+        latency=min(one.latency for one in measured),
+        byte=min(one.byte for one in measured),
+        add_byte=max(one.add_byte for one in measured),
+        hidden=min(one.hidden for one in measured),
+    )
+
+
+def predict(way: Way, shape: Shape, network: Network) -> float:
+    """Seconds until the sums are where the update needs them; what follows is the same on all ways."""
+    workers, size, rows = len(shape.rows), shape.size, sum(shape.rows)
+    if way is Way.WHOLE:
+        sent = network.byte * max(shape.rows) * size * (workers - 1)
+        return network.latency + sent + network.add_byte * size * rows
+    slice_ = size / workers
+    busiest = max(max(own * (size - slice_), (rows - own) * slice_) for own in shape.rows)
+    # A tensor has two owners or more; what is sent to them is cut out of the slice.
+    back, copied = (size - slice_, 0.0) if shape.delivered is None else (shape.delivered, slice_)
+    return 2 * network.latency + network.byte * (busiest + back) + network.add_byte * (slice_ * rows + copied)

@@ -5,11 +5,11 @@ Durations are seconds and sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import struct
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal, get_args
 
 from virtualflow._arguments import checked_class
-from virtualflow.reduction.program import Network
 
 Algorithm = Literal["auto", "gather", "reduce-scatter"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -48,6 +48,43 @@ class Exchange:
         number, overlap = divmod(number, len(_OVERLAPS))
         size, algorithm = divmod(number, len(ALGORITHMS))
         return cls(ALGORITHMS[algorithm], size or None, _OVERLAPS[overlap])
+
+
+_NUMBERS = struct.Struct("<4d")
+NETWORK_SIZE = _NUMBERS.size
+"""Bytes of a :class:`Network`."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What it takes to exchange and to add; seconds, and seconds a byte."""
+
+    latency: float
+    """Messages of nothing between all pairs."""
+    byte: float
+    """Each byte that a worker receives, its checksums included."""
+    add_byte: float
+    """Each byte that a worker adds."""
+    hidden: float = 1.0
+    """The share of the time of bytes in which an exchange beside a backward pass takes nothing from it."""
+
+    def beside(self) -> Network:
+        """What an exchange beside a backward pass saves, compared with one behind it.
+
+        Latency is not among it: it is what the last bucket costs in any case, and the step headers with it. Nor are
+        additions, where they take their time from the backward pass.
+        """
+        additions = self.add_byte if self.hidden == 1.0 else 0.0
+        return replace(self, latency=0.0, byte=self.hidden * self.byte, add_byte=additions)
+
+    def to_bytes(self) -> bytes:
+        """32 bytes."""
+        return _NUMBERS.pack(*astuple(self))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Network:
+        """The inverse of :meth:`to_bytes`."""
+        return cls(*_NUMBERS.unpack(raw))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 from virtualflow.device import device_of, has_spare_processor
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, UpdateRule, choose_programs
+from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, choose_ways
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.backward_cut import BackwardCut
@@ -53,19 +53,12 @@ class Update:
         transfer: TransferSettings,
         watch: StateWatchSettings | None = None,
         spot_checker: SpotChecker | None = None,
-        choose: Choose = choose_programs,
+        choose: Choose = choose_ways,
         cut: BackwardCut | None = None,
         sums: Sequence[str] = (),
     ) -> None:
-        rule = UpdateRule(
-            elementwise=True,  # No other optimizer is sharded, and none that is not sharded steps slices.
-            sharded=options.sharded,
-            scaler=options.scaler is not None,
-            clip_norm=options.clip_norm is not None,
-            clip_value=options.clip_value is not None,
-        )
         landing = None if options.host is None else Landing(options.host, len(list(model.parameters())))
-        self.reducer = Reducer(summation, reduction, rule, choose, landing)
+        self.reducer = Reducer(summation, reduction, choose, landing)
         """Knows how gradients travel."""
         self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer, sums)
         """Takes what each virtual node has left in the model."""

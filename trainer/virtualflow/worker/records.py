@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, write_report
-from virtualflow.reduction import AttemptSpoiled, Scheduled
+from virtualflow.reduction import AttemptSpoiled, Scheduled, stages
 from virtualflow.state import content_hash, optimizers_of
 from virtualflow.step import Attempt, StepPart
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
@@ -123,9 +123,9 @@ def _describe(one: Scheduled, names: Sequence[str]) -> BucketReport:
         tensors=[names[place] for place in one.bucket.places],
         bytes=one.shape.size,
         dtype=str(one.bucket.dtype).removeprefix("torch."),
-        program=str(choice.program),
-        way=str(choice.route.way),
-        overlapped=choice.route.overlapped,
+        program=stages(choice, one.shape),
+        way=str(choice.way),
+        overlapped=choice.overlapped,
         reason=choice.reason,
         predicted=dict(choice.predicted),
         refused=dict(choice.refused),
