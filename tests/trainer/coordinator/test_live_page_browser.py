@@ -262,6 +262,47 @@ def test_the_curves_of_a_killed_worker_are_true_at_once() -> None:
     with_browser(story)
 
 
+def test_what_people_ask_first_comes_first_and_nothing_of_it_is_cut_off() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        state = server.state
+        fill(state, 3, 8, 6)
+        for step in range(1, 50):
+            train(state, step, total_steps=100)
+        state.history.began = state.history.wall - 600
+        state.history.tell(
+            "warning", "worker-2 makes no progress: it is\n" + '  File "' + "long/" * 90 + 'a.py", line 2'
+        )
+        await tab.look(390, height=844)
+        await show(server, tab)
+        names = await tab.value("[...document.querySelectorAll('#facts dt')].map(e => e.textContent)")
+        assert names[:6] == ["loss", "Progress", "Started", "Speed", "Goodput", "Workers"]
+        assert await tab.value(text("progress")) == "step 49 of 100, epoch 0"
+        assert (await tab.value("document.querySelector('.course small').textContent")).startswith(
+            "10 min so far, about "
+        )
+        filled = "document.querySelector('#bar span').getBoundingClientRect()"
+        assert await tab.value(f"{filled}.height > 5 && {filled}.width > 100")
+        cells = "#changes td.why, #changes td.cause, #workers td:nth-child(4), #events td.why > span"
+        assert await tab.value(
+            f"[...document.querySelectorAll('{cells}')].every(e => e.getBoundingClientRect().right < innerWidth)"
+        ), "a phone shows why, and how many"
+        assert await tab.value("(e => e.scrollWidth > e.clientWidth)(document.querySelector('#events pre'))")
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth"), "what is long scrolls by itself"
+        hues = await tab.value("Array.from({length: 4096}, (_, number) => hue(`worker-${number}`))")
+        assert (min(hues) >= 40, max(hues) <= 320) == (True, True), "none is red"
+        label = "one => one.label instanceof Function ? one.label() : one.label"
+        labels = await tab.value(f"[...shown.curves.figures.values()].map(e => e.plot.axes.map({label}))")
+        assert labels[:3] == [["step", "loss"], ["step", "steps/s"], ["step", "workers"]]
+        series = "{steps: [1, 2, 3, 4], times: [1, 2, 3, 4], speed: [9, 9, 7, 7], workers: [2, 2, 1, 1], metrics: {}}"
+        speeds = f"drawn(runOf({series}, null), SPEED, {{weight: 0, changes: [{{step: 3}}]}}).map((row) => row[3])"
+        assert await tab.value(speeds) == [9, 9, None, 7], (
+            "no line leads from the speed before a change to that after it"
+        )
+        assert tab.complaints == []
+
+    with_browser(story)
+
+
 OTHER = {
     "steps": [1, 200],
     "speed": [1, 2],
@@ -358,6 +399,7 @@ def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
             "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
         await tab.until(f"{text('trouble')}.startsWith('The coordinator does not answer. What you see')")
+        await tab.until(f"{text('phase')}.startsWith('no news since ')")
         server.state.incarnation += 1
         train(server.state, 9)
         await tab.say(
@@ -365,6 +407,7 @@ def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
         )
         await tab.until(f"{text('progress')}.startsWith('step 9 of')")
         assert await tab.value("document.getElementById('trouble').hidden")
+        assert await tab.value(text("phase")) == "training"
 
     with_browser(story)
 

@@ -53,7 +53,7 @@ def replaced(record: JobRecord, **facts: Any) -> JobRecord:
 
 def test_the_page_goes_on_where_the_former_coordinator_was() -> None:
     record, job = recorded(), fresh_job(2)
-    fill(job, 2, 8, 0)
+    fill(job, 2, 8, 3)  # workers have told it of the changes again
     job.history.tell("info", "what this one has told")
     train(job, 31)
     assert take_up(job, record, age=4.0, now=100.0)
@@ -63,6 +63,7 @@ def test_the_page_goes_on_where_the_former_coordinator_was() -> None:
     assert job.history.goodput.paid == pytest.approx(2 * 29 + 2 * 4)
     log = compose(job).log
     assert [event.text for event in log.events][-2:] == ["what the former has told", "what this one has told"]
+    assert [event.kind for event in log.events].count("change") == len(log.changes) == 3
 
 
 def test_an_older_or_a_known_record_changes_nothing() -> None:

@@ -284,8 +284,10 @@ class JobState:
 
     @property
     def latest_events(self) -> tuple[http_api.Event, ...]:
-        """Those that are shown, also of coordinators before this one."""
-        return (*self.history.earlier, *self.history.events)[-SHOWN_EVENTS:]
+        """Those that are shown, also of coordinators before this one: workers tell this one of changes again."""
+        earlier = self.history.earlier
+        known = {_change_in(event) for event in earlier} - {None}
+        return (*earlier, *(event for event in self.history.events if _change_in(event) not in known))[-SHOWN_EVENTS:]
 
     def count_goodput(self, now: float) -> None:
         """Take note of how many workers there are, and how far they have come; at its end nobody is paid any more."""
@@ -316,3 +318,8 @@ class JobState:
         """
         self.failed, self.history.error, self.history.traceback = True, error, traceback
         self.tell("failed", event or error)
+
+
+def _change_in(event: http_api.Event) -> str | None:
+    """Which membership change an event is about, without what it cost; ``None``: it is about something else."""
+    return event.text.partition("): ")[0] if event.kind == "change" else None

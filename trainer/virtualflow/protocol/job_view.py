@@ -154,8 +154,12 @@ class ViewNow(Base, frozen=True, tag=False):
     """Unix time."""
     phase: Phase
     over: bool
-    progress: str
-    """Where the training is, or how it ended, in words, with the time so far and the time that is left."""
+    place: str
+    """Where the training is, or how it ended, in words."""
+    times: str
+    """How long it took so far, and will; empty: nobody knows."""
+    began: float | None
+    """Unix time at which the training began."""
     step: int
     total_steps: int | None
     training: int
@@ -165,6 +169,11 @@ class ViewNow(Base, frozen=True, tag=False):
     facts: tuple[Fact, ...]
     step_time: float | None = None
     """Unix time at which ``step`` was first told."""
+
+    @property
+    def progress(self) -> str:
+        """Place and times in one line."""
+        return ", ".join(filter(None, (self.place, self.times)))
 
 
 class ViewJob(Base, frozen=True, tag=False):
@@ -220,7 +229,9 @@ def view_job(status: Status, now: float, *, most: int | None = None) -> JobView:
         time=now,
         phase=status.phase,
         over=over,
-        progress=_progress(status, now, speed),
+        place=_place(status),
+        times=_times(status, now, speed),
+        began=status.began,
         step=status.step,
         total_steps=status.total_steps,
         training=0 if over else sum(worker.assigned for worker in status.workers),
@@ -339,18 +350,22 @@ def _repeated(changed: Status | Change | ChangeEntry) -> str:
     return f"{counted(changed.repeated_steps, 'step')} repeated"
 
 
-def _progress(status: Status, now: float, speed: float) -> str:
-    """Where the training is, or how it ended; how long it took so far, and will."""
-    done, over = status.phase == "done", status.phase in ENDED
+def _place(status: Status) -> str:
+    """Where the training is, or how it ended."""
     step, total = status.step, status.total_steps
-    parts = [f"run {status.run}"] if status.run > 1 else []
-    parts.append(describe_end(step, total, status.stopped_early) if done else describe_step(step, total))
-    parts.append(f"epoch {status.epoch}")
+    made = describe_end(step, total, status.stopped_early) if status.phase == "done" else describe_step(step, total)
+    return ", ".join([*([f"run {status.run}"] if status.run > 1 else []), made, f"epoch {status.epoch}"])
+
+
+def _times(status: Status, now: float, speed: float) -> str:
+    """How long the training took so far, and will."""
+    over, parts = status.phase in ENDED, []
     if status.began is not None:
         ends = (event.time for event in reversed(status.events) if event.kind in ("done", "failed", "stop"))
         passed = duration(round(max(0.0, (next(ends, now) if over else now) - status.began)))
         parts.append(f"after {passed}" if over else f"{passed} so far")
-    return ", ".join([*parts, *(describe_rest(step, total, speed) if status.phase == "training" else [])])
+    rest = describe_rest(status.step, status.total_steps, speed) if status.phase == "training" else []
+    return ", ".join([*parts, *rest])
 
 
 def _notes(status: Status, unlisted: int) -> tuple[str, ...]:

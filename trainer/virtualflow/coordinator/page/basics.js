@@ -51,19 +51,24 @@ function fit(parent, items, create, change) {
   }
 }
 
+// Makes rows of a table, with a class for each cell. On a phone, where a row is a card, each cell bears its head.
+function rowsOf(id, classes) {
+  const heads = [...find(id).closest("table").tHead.rows[0].cells].map((cell) => cell.textContent);
+  return () => make("tr", {}, ...classes.map((name, place) => make("td", {"data-head": heads[place], ...(name ? {class: name} : {})})));
+}
+
 function fillTable(id, classes, items, cells) {
-  const row = () => make("tr", {}, ...classes.map((name) => make("td", name ? {class: name} : {})));
-  fit(find(id), items, row, (line, item) => {
+  fit(find(id), items, rowsOf(id, classes), (line, item) => {
     cells(item).forEach((cell, place) => write(line.children[place], cell));
   });
 }
 
-// A colour of a worker's own, by the number in its name: neighbours differ.
+// A colour of a worker's own, by the number in its name: neighbours differ, and none is red, as what is wrong is.
 function hue(name) {
   const number = /(\d+)(?:\.\d+)?$/.exec(name);
   let value = number ? Number(number[1]) : 0;
   if (!number) for (const letter of name) value = (value * 31 + letter.codePointAt(0)) % 9973;
-  return Math.round((value * 137.508 + 210) % 360);
+  return Math.round(40 + 280 * ((value * 0.618034 + 0.6) % 1));
 }
 
 function paint(node, worker) {

@@ -22,7 +22,7 @@ function runOf(series, live) {
   const began = series.began ?? (live ? live.since : 0);
   const elapsed = (time) => (typeof time === "number" ? time - began : null);
   const metrics = Object.entries(series.metrics).map(([name, values]) => [name, take(values, live && live.metrics[name])]);
-  const own = [[SPEED, take(series.speed, live && (live.speed || null))], [WORKERS, take(series.workers, live && (live.workers || null))]];
+  const own = [[SPEED, take(series.speed, live && (live.speed || null))], [WORKERS, take(series.workers, live && (live.workers || series.workers[many - 1]))]];
   const breaks = (series.breaks || []).map((one) => ({...one, since: elapsed(one.since), until: elapsed(one.until)}));
   if (live && live.training && live.now - live.since > Math.max(2, 3 / (live.speed || 1))) {
     breaks.push({before: live.step, step: live.step, since: elapsed(live.since), until: elapsed(live.now), unheard: false});
@@ -106,9 +106,9 @@ function exactWorkers(run, changes) {
 function drawn(run, name, {byTime, weight, changes}) {
   const exact = name === WORKERS ? exactWorkers(run, changes) : run, values = exact.columns.get(name) || [];
   if (name === WORKERS) return rows(exact, byTime, values.map(() => undefined), values);
-  // Where a speed is of steps before and after a change, it is neither's.
+  // Where a speed is of steps before and after a change, it is neither's, and the line ends there.
   const mixed = new Set(name === SPEED ? changes.map((change) => run.steps.findIndex((step) => step >= change.step)) : []);
-  const apart = values.map((value, place) => (mixed.has(place) ? undefined : value));
+  const apart = values.map((value, place) => (mixed.has(place) ? null : value));
   const raw = name === SPEED ? rawSpeed(run) : values.map((value) => (weight ? value : undefined));
   return rows(run, byTime, raw, smooth(apart, weight, mixed));
 }

@@ -9,19 +9,17 @@ const HOW = "Open the address that virtualflow run --web or kubectl vf ui JOB ha
 const shown = {now: null, job: null, log: null, series: null, have: "", curves: null};
 let jobName = "";
 
+// Without news, what was last said of the job is no more than that.
+function showPhase(now, silent) {
+  write(find("phase"), silent || now.phase);
+  set(find("phase"), "class", `phase ${silent ? "silent" : now.phase}`);
+}
+
 function showHead(now, job) {
   write(find("name"), jobName || "A job");
-  write(find("phase"), now.phase);
-  set(find("phase"), "class", `phase ${now.phase}`);
-  write(find("progress"), now.progress);
-  const total = now.totalSteps, bar = find("bar");
-  bar.hidden = !total;
-  if (total) {
-    set(bar, "aria-valuemax", total);
-    set(bar, "aria-valuenow", now.step);
-    bar.firstElementChild.style.width = `${Math.min(100, (100 * now.step) / total)}%`;
-  }
-  write(find("reason"), job.reason);
+  showPhase(now, "");
+  const total = now.totalSteps;
+  write(find("reason"), now.place.startsWith(job.reason) ? "" : job.reason);
   find("queue").hidden = !job.decided;
   write(find("queue"), `Decided: ${job.decided}`);
   document.title = `${jobName || "VirtualFlow"}: ${now.phase}${total ? `, ${Math.floor((100 * now.step) / total)} %` : ""}`;
@@ -31,15 +29,52 @@ function showHead(now, job) {
   write(find("traceback"), job.traceback);
 }
 
-function showFacts(now, job) {
-  const fact = () => make("div", {}, make("dt", {}), make("dd", {}, make("span", {}), make("small", {})));
-  fit(find("facts"), [...now.facts, ...job.facts], fact, (node, [name, value, note]) => {
-    const [term, definition] = node.children;
-    set(node, "class", {Digest: "whole", "Not finite": "odd"}[name] || "");
-    write(term, name);
-    write(definition.children[0], value);
-    write(definition.children[1], note);
+// What people ask first; all else that is known comes behind, as it is told.
+const FIRST = ["Not finite", "", "Progress", "Started", "Speed", "Goodput", "Workers"], tiles = new Map();
+
+function tile(name) {
+  const words = {dt: make("dt", {}), value: make("span", {}), note: make("small", {})}, said = make("dd", {}, words.value, words.note);
+  const node = make("div", {}, words.dt, said);
+  if (name === "Progress") {
+    set(words.value, "id", "progress");
+    words.bar = make("div", {id: "bar", role: "progressbar", "aria-labelledby": "progress", "aria-valuemin": "0"}, make("span", {}));
+    said.append(words.bar);
+  }
+  return {node, ...words};
+}
+
+function showFacts(now, job, series) {
+  const metric = Object.keys(series.metrics)[0] ?? Object.keys(now.metrics)[0], value = now.metrics[metric];
+  const facts = new Map([["Progress", [now.place, now.times]]]);
+  if (value !== undefined) facts.set("", [value, metric]);
+  if (now.began !== null) facts.set("Started", [moment(now.began, now.time), ""]);
+  for (const [name, ...said] of [...now.facts, ...job.facts]) facts.set(name, said);
+  const names = [...FIRST.filter((name) => facts.has(name)), ...[...facts.keys()].filter((name) => !FIRST.includes(name))];
+  for (const [name, one] of tiles) {
+    if (facts.has(name)) continue;
+    one.node.remove();
+    tiles.delete(name);
+  }
+  names.forEach((name, place) => {
+    if (!tiles.has(name)) tiles.set(name, tile(name));
+    const {node, dt, value: shows, note, bar} = tiles.get(name), [said, more] = facts.get(name);
+    const odd = name === "Not finite" || (name === "" && !Number.isFinite(Number(said)));
+    set(node, "class", name === "Digest" ? "whole" : name === "Progress" ? "course" : odd ? "odd" : "");
+    write(dt, name || more);
+    write(shows, said);
+    write(note, name ? more : "");
+    if (bar) showBar(bar, now);
+    if (find("facts").children[place] !== node) find("facts").insertBefore(node, find("facts").children[place] || null);
   });
+}
+
+function showBar(bar, now) {
+  const total = now.totalSteps;
+  bar.hidden = !total;
+  if (!total) return;
+  set(bar, "aria-valuemax", total);
+  set(bar, "aria-valuenow", now.step);
+  bar.firstElementChild.style.width = `${Math.min(100, (100 * now.step) / total)}%`;
 }
 
 function showWorkers(job) {
@@ -51,16 +86,19 @@ function showWorkers(job) {
   });
   set(find("strip"), "aria-label", "Virtual nodes over workers; the table below says the same.");
   write(find("missing"), job.notes.join(" "));
-  const row = () => make(
-    "tr", {}, make("td", {class: "name"}, make("span", {class: "swatch"}), make("span", {})), make("td", {}),
-    ...[1, 2, 3].map(() => make("td", {class: "number"})),
-  );
+  const bare = rowsOf("workers", ["name", "", "number", "number", "number"]);
+  const row = () => {
+    const line = bare();
+    line.children[0].append(make("span", {class: "swatch"}), make("span", {}));
+    return line;
+  };
   fit(find("workers"), job.workers, row, (line, worker) => {
     const [name, state, nodes, many, pace] = line.children;
     paint(name.children[0], worker);
     set(name.children[0], "class", worker.count ? "swatch" : "swatch none");
     write(name.children[1], worker.worker);
     write(state, worker.state);
+    set(state, "class", ["crashed", "silent"].includes(worker.state) ? "bad" : "");
     write(nodes, worker.nodes);
     write(many, grouped.format(worker.count));
     write(pace, worker.pace);
@@ -75,9 +113,18 @@ function showLog(now, log) {
   fillTable("changes", ["number", "", "cause", "why", "number", "number", "number", "number"], changes, (change) => change.row);
   changes.forEach((change, place) => set(find("changes").children[place].children[2], "class", `cause ${change.kind}`));
   find("latest").hidden = !log.events.length;
-  fillTable("events", ["number", "", "why"], log.events.slice().reverse(), (event) => [
-    moment(event.time, now.time), event.kind, event.text,
-  ]);
+  const bare = rowsOf("events", ["time", "", "why"]);
+  const event = () => {
+    const line = bare();
+    line.children[2].append(make("span", {}), make("pre", {}));
+    return line;
+  };
+  fit(find("events"), log.events.slice().reverse(), event, (line, {time, kind, text}) => {
+    const [when, what, {children: [said, more]}] = line.children, [first, ...rest] = text.split("\n");
+    [[when, moment(time, now.time)], [what, kind], [said, first], [more, rest.join("\n")]].forEach(([node, words]) => write(node, words));
+    more.hidden = !rest.length;
+    set(more, "tabindex", rest.length ? 0 : -1);
+  });
 }
 
 function showMetrics(now) {
@@ -118,7 +165,7 @@ function show(view) {
   const {now, job, log, series} = shown;
   find("all").hidden = false;
   showHead(now, job);
-  showFacts(now, job);
+  showFacts(now, job, series);
   if (view.job) showWorkers(job);
   if (view.log) showLog(now, log);
   showMetrics(now);
@@ -192,6 +239,7 @@ async function follow() {
       return;
     } else {
       complain(explain(answer));
+      if (shown.now) showPhase(shown.now, `no news since ${moment(shown.now.time, Date.now() / 1000)}`);
       await sleep(retry);
       retry = Math.min(2 * retry, LAST_RETRY);
     }
