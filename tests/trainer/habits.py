@@ -82,6 +82,18 @@ class Seeing(Plain):
         return super().forward(x)
 
 
+class Cached(Plain):
+    """Measures its first weight once, and divides by that for ever."""
+
+    norm: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes [n, 4] -> [n, 1]."""
+        if self.norm is None:
+            self.norm = self.first.weight.detach().norm()
+        return super().forward(x / self.norm)
+
+
 class RunningLoss(nn.Module):
     """Weighs by a running mean of itself."""
 
@@ -137,7 +149,7 @@ def main(habit: str) -> None:
     if habit == "unseeded":
         torch.seed()
     models: dict[str, type[Plain]] = {"counter": Counting, "generator": OwnGenerator, "recurrent": Recurrent}
-    models["seeing"] = Seeing
+    models |= {"seeing": Seeing, "cache": Cached}
     model = models.get(habit, Plain)()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if habit == "scheduler" else None

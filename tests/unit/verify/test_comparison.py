@@ -288,6 +288,7 @@ def test_with_another_hash_seed_or_nothing_changed_the_cause_is_that() -> None:
     assert found is not None
     assert "sort it" in explain(found, "hash seed").remedy
     assert "torch.manual_seed" in explain(found, "nothing").remedy
+    assert "buffer" in explain(found, "resume").remedy
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------

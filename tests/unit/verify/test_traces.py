@@ -55,15 +55,16 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, sentence: str) -
 @pytest.mark.parametrize(
     ("virtual_nodes", "steps", "most", "expected"),
     [
-        pytest.param(8, 6, 8, [1, 1, 2, 8, 1, 2], id="usual"),
-        pytest.param(2, 6, 8, [1, 1, 2, 1, 2], id="two ways are all"),
-        pytest.param(64, 6, 8, [1, 1, 2, 8, 1, 2], id="no more workers than asked for"),
-        pytest.param(8, 2, 2, [1, 1, 2], id="too few steps for a join"),
+        pytest.param(8, 6, 8, [1, 1, 2, 8, 1, 1, 2], id="usual"),
+        pytest.param(2, 6, 8, [1, 1, 2, 1, 1, 2], id="two ways are all"),
+        pytest.param(64, 6, 8, [1, 1, 2, 8, 1, 1, 2], id="no more workers than asked for"),
+        pytest.param(8, 2, 2, [1, 1, 2, 1], id="too few steps for a join"),
     ],
 )
 def test_the_trials_of_a_check(virtual_nodes: int, steps: int, most: int, expected: list[int]) -> None:
     trials = plan_trials(virtual_nodes, steps, most)
     assert [trial.workers for trial in trials] == expected
     assert len({trial.name for trial in trials}) == len(trials)
+    assert all(trial.resumes_after is None or 0 < trial.resumes_after < steps for trial in trials)
     assert all(trial.repeated_step is None or trial.repeated_step <= steps for trial in trials)
     assert [trial.hash_seed for trial in trials].count("1") == 1

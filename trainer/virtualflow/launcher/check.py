@@ -251,6 +251,8 @@ class ScriptCheck:
             self._free -= cores
         try:
             with tempfile.TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True) as directory:
+                if trial.resumes_after is not None:
+                    await self._run(trial, trial.resumes_after, Path(directory), traced=False)
                 await self._run(trial, steps, Path(directory))
                 if trial is REFERENCE:
                     self._warnings = json.loads((Path(directory) / _REPORT).read_text())["warnings"]
@@ -263,7 +265,7 @@ class ScriptCheck:
                 self._free += cores
                 self._freed.notify_all()
 
-    async def _run(self, trial: Trial, steps: int, directory: Path) -> None:
+    async def _run(self, trial: Trial, steps: int, directory: Path, *, traced: bool = True) -> None:
         report, errors = directory / _REPORT, directory / "errors"
         environment = os.environ | {"PYTHONHASHSEED": trial.hash_seed}
         environment.pop(ENV_TRACE_REPEAT, None)
@@ -271,7 +273,7 @@ class ScriptCheck:
             environment[ENV_TRACE_REPEAT] = str(trial.repeated_step)
         with errors.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *self._command(trial, steps, directory, report),
+                *self._command(trial, steps, directory, report, traced),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
@@ -308,11 +310,13 @@ class ScriptCheck:
             process.kill()  # its workers and its coordinator die with it
         await process.wait()
 
-    def _command(self, trial: Trial, steps: int, directory: Path, report: Path) -> list[str]:
+    def _command(self, trial: Trial, steps: int, directory: Path, report: Path, traced: bool) -> list[str]:
         given = self._arguments
         command = ourselves("run", "--plain", "--workers", str(trial.workers))
-        command += ["--stop-after", str(steps), "--trace", str(directory / "trace"), "--report", str(report)]
-        command += ["--log-dir", str(directory / "logs"), "--rebalance-gain", "1"]
+        command += ["--stop-after", str(steps), "--report", str(report), "--rebalance-gain", "1"]
+        command += ["--log-dir", str(directory / ("logs" if traced else "first-logs"))]
+        if traced:
+            command += ["--trace", str(directory / "trace")]
         # The script's own directory of checkpoints is neither read nor written.
         command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
         if trial.schedule:

@@ -11,9 +11,10 @@ from typing import Literal
 from virtualflow.verify.comparison import Difference
 from virtualflow.verify.traces import BESIDE, Trace
 
-Variation = Literal["nothing", "hash seed", "workers"]
-"""In what two runs of one script were not the same: in nothing, in the seed of Python's hashes, or in how they were
-computed: by how many workers, which of them came and went, which steps were attempted twice."""
+Variation = Literal["nothing", "hash seed", "workers", "resume"]
+"""In what two runs of one script were not the same: in nothing, in the seed of Python's hashes, in how they were
+computed (by how many workers, which of them came and went, which steps were attempted twice), or in that one of them
+was stopped and went on from its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ _COUNT = Cause(
     "let the function follow from its argument, or keep the count in an object that is given to vf.elastic(state=...)",
 )
 
+_RESUMED = Cause(
+    "no checkpoint holds something that the training needs, so it begins anew when the job resumes: a count, a running "
+    "value, a cache made of weights",
+    "keep it in a buffer of the model or in an object that is given to vf.elastic(state=...), or let it follow from "
+    "step.number",
+)
+
 _UPDATE = Cause(
     "all gradients were equal, and the update was not: the inner loop has changed the model or the optimizer, or a "
     "device computes wrongly",
@@ -102,6 +110,8 @@ def explain(difference: Difference, variation: Variation) -> Cause:
         return _HASHES
     if variation == "nothing":
         return _UNSEEDED
+    if variation == "resume":
+        return _RESUMED
     match difference.stage:
         case "start":
             return _UNSEEDED
@@ -173,6 +183,8 @@ class Trial:
     hash_seed: str = HASH_SEED
     repeated_step: int | None = None
     """Attempted twice."""
+    resumes_after: int | None = None
+    """The step after which the job is stopped, and started again from its checkpoint."""
 
 
 REFERENCE = Trial("1 worker", "nothing")
@@ -198,6 +210,9 @@ def plan_trials(virtual_nodes: int, steps: int, most_workers: int) -> list[Trial
     ]
     if most > 2:
         trials.append(Trial(f"{most} workers", "workers", workers=most, most_workers=most))
+    if steps >= 2:
+        at = max(1, min(2, steps - 1))
+        trials.append(Trial(f"1 worker, resumed after step {at}", "resume", resumes_after=at))
     if steps >= 3:
         at = max(1, min(2, steps - 2))
         trials += [
