@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -136,6 +138,24 @@ def test_the_license_is_apache_2() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (TRAINER / "virtualflow" / "py.typed").exists()
+
+
+def exported() -> Iterator[tuple[str, str]]:
+    """Each name that a package exports, and the module that it comes from."""
+    for package in sorted((TRAINER / "virtualflow").rglob("__init__.py")):
+        for imported in ast.walk(ast.parse(package.read_text())):
+            if isinstance(imported, ast.ImportFrom) and str(imported.module).startswith("virtualflow."):
+                yield from ((str(imported.module), alias.name) for alias in imported.names if alias.name[0] != "_")
+
+
+def test_every_exported_name_says_what_it_is() -> None:
+    silent = []
+    for module, name in exported():
+        path = TRAINER / f"{module.replace('.', '/')}.py"
+        for defined in ast.parse(path.read_text()).body if path.exists() else ():
+            if isinstance(defined, ast.ClassDef | ast.FunctionDef) and defined.name == name:
+                silent += [f"{module}.{name}"] * (ast.get_docstring(defined) is None)
+    assert not silent
 
 
 def test_make_alone_lists_every_target() -> None:

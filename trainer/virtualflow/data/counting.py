@@ -30,13 +30,7 @@ ALL = Count()
 
 
 def count_samples(samples: Any, data: Any, loaded: int) -> Count:
-    """Count what a ``collate_fn`` has made of samples.
-
-    Args:
-        samples: what it was given.
-        data: what it returned.
-        loaded: how many were asked for.
-    """
+    """Count what a ``collate_fn`` has made of samples."""
     if data is None or (isinstance(data, list | tuple | dict) and not data):
         return Count(kept=0)
     rows = _common_rows(data, loaded)

@@ -80,7 +80,6 @@ class MicroBatch:
 
     @cached_property
     def size(self) -> int:
-        """How many samples were loaded for it."""
         return sum(self.sizes) if self.sizes else len(self.loaded)
 
     @property
@@ -90,11 +89,9 @@ class MicroBatch:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many samples each of its virtual nodes has."""
         return self.sizes or (self.size,)
 
     def apart(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Each of its virtual nodes with its samples."""
         passed, samples = 0, self.samples
         for offset, size in enumerate(self.counts):
             yield self.virtual_node + offset, samples[passed : passed + size]
@@ -148,7 +145,6 @@ class Source(Protocol):
         Args:
             batch: has just been fetched at this position.
             epoch: of the position.
-            epoch_step: likewise.
 
         Returns:
             ``None`` if they cannot differ, or reading again takes too long.
@@ -167,11 +163,7 @@ class Source(Protocol):
 
 
 def check_options(options: LoaderOptions) -> None:
-    """Refuse what a ``DataLoader`` would refuse later or less clearly.
-
-    Raises:
-        ConfigurationError: an option is unknown or makes no sense.
-    """
+    """Refuse what a ``DataLoader`` would refuse later or less clearly."""
     known = LoaderOptions.__annotations__
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -270,8 +262,6 @@ def close_loader(iterator: Iterator[Any], grace: float) -> None:
 
 @dataclass(frozen=True)
 class _Parentage:
-    """How a loader process came to be."""
-
     parent: int | None
     """The process to die with; ``None`` when that is none of our business or cannot be told."""
     forked: bool
@@ -372,7 +362,6 @@ def read(iterator: Iterator[Any], seen: int) -> tuple[Any, int]:
     """The next item of a ``DataLoader``'s ``iterator``, and how many ends of child processes it takes account of.
 
     Args:
-        iterator: of the loader.
         seen: of those ends, how many former reads have taken account of.
 
     Raises:
@@ -395,7 +384,6 @@ def read(iterator: Iterator[Any], seen: int) -> tuple[Any, int]:
 
 
 def _explain(iterator: Iterator[Any], error: Exception | None, dying: float = 0.0) -> None:
-    """Raise what the loader's broken process tells, if there is one."""
     processes: list[BaseProcess] = list(getattr(iterator, "_workers", ()))
     if not processes:
         return
@@ -419,7 +407,6 @@ def _explain(iterator: Iterator[Any], error: Exception | None, dying: float = 0.
 
 
 def _await_end(processes: list[BaseProcess], patience: float) -> None:
-    """Wait until one of these has ended, if that is under way."""
     deadline = time.monotonic() + patience
     closed = set(connection.wait([process.sentinel for process in processes], patience))
     for process in processes:

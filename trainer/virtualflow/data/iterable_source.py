@@ -98,11 +98,9 @@ class StreamSource:
 
     @property
     def steps_per_epoch(self) -> None:
-        """Only the streams know."""
         return None
 
     def samples(self, epoch_step: int) -> None:
-        """Only the streams know."""
         return
 
     @property
@@ -117,7 +115,6 @@ class StreamSource:
 
     @property
     def version(self) -> object:
-        """See `Source.version`."""
         return None
 
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
@@ -128,7 +125,6 @@ class StreamSource:
                 self._drop(virtual_node)
 
     def fetch(self, epoch: int, epoch_step: int, virtual_node: int, count: int = 1) -> MicroBatch:
-        """See `Source.fetch`."""
         if count > 1:
             nodes = range(virtual_node, virtual_node + count)
             return fuse([self.fetch(epoch, epoch_step, node) for node in nodes])
@@ -162,11 +158,9 @@ class StreamSource:
         return self.fetch(epoch, epoch_step + 1, node), self.fetch(epoch, epoch_step + 1, node)
 
     def look(self, index: int, see: Callable[[Any], Any]) -> Any:
-        """See `Source.look`: a stream's samples have no numbers."""
         return None
 
     def close(self) -> None:
-        """See `Source.close`."""
         self._closed = True
         for virtual_node in list(self._streams):
             self._drop(virtual_node)
@@ -240,8 +234,6 @@ class _Reader(IterableDataset[tuple[int, Any]]):
 
 @dataclass(frozen=True)
 class _WithPositions:
-    """Collates the samples and keeps their positions beside them."""
-
     collate: Collate
 
     def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[tuple[int, ...], Any, Count]:

@@ -239,8 +239,6 @@ def open_source(
 
     Args:
         dataset: map-style (``__getitem__`` and ``__len__``), or `Shardable`.
-        batch_size: samples of a global batch.
-        virtual_nodes: how many share it.
         seed: of the job; the order of the samples and the randomness inside the dataset follow from it.
         shuffle: a new order every epoch. Streams come in the order of their shards, whatever this says.
         drop_last: leave out a last short batch (map-style only).
@@ -333,16 +331,13 @@ class MapSource:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in an epoch."""
         return self._plan.steps_per_epoch
 
     def samples(self, epoch_step: int) -> int:
-        """See `Source.samples`."""
         return self._plan.samples(epoch_step)
 
     @property
     def fuses(self) -> bool:
-        """See `Source.fuses`."""
         return True
 
     @property
@@ -354,7 +349,6 @@ class MapSource:
 
     @property
     def version(self) -> object:
-        """See `Source.version`."""
         return self._loading.version
 
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
@@ -368,7 +362,6 @@ class MapSource:
         self._drop_unwanted()
 
     def fetch(self, epoch: int, epoch_step: int, virtual_node: int, count: int = 1) -> MicroBatch:
-        """See `Source.fetch`."""
         if self._closed:
             raise RuntimeError("the source of samples is closed")
         if epoch != self._epoch:
@@ -397,13 +390,11 @@ class MapSource:
         return MicroBatch(virtual_node, data, task.indices, sizes, Count(*counted))  # pinning memory makes a list of it
 
     def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
-        """See `Source.read_again`."""
         if self._loading.gathers:
             return None
         return batch, self.fetch(epoch, epoch_step, batch.virtual_node, len(batch.counts))
 
     def look(self, index: int, see: Callable[[Any], Any]) -> Any:
-        """See `Source.look`."""
         if not self._ahead_of_need:
             return self._loading.look(index, see)
         self._due = Look(Key(_LOOKED_AT, 0, index, 1), index, see)
@@ -420,7 +411,6 @@ class MapSource:
             )
 
     def close(self) -> None:
-        """See `Source.close`."""
         if not self._closed:
             self._closed = True
             self._gathered = {}
@@ -522,8 +512,6 @@ class MapSource:
 
 
 class _Tasks:
-    """The never-ending sampler: whatever the source wants next."""
-
     def __init__(self, source: MapSource) -> None:
         self._source = source
 

@@ -50,9 +50,7 @@ class Orders:
     """The orders of all epochs.
 
     Args:
-        sampler: gives them.
         dataset_size: each index is below it.
-        seed: of the job.
 
     Raises:
         ConfigurationError: the sampler is no function of (seed, epoch), or gives something else than indices.
@@ -250,7 +248,6 @@ class SamplePlan:
         self._orders: dict[int, torch.Tensor] = {}
 
     def samples(self, epoch_step: int) -> int:
-        """Return how many samples the global batch of a step has."""
         return min(self.batch_size, self.samples_per_epoch - epoch_step * self.batch_size)
 
     def size(self, epoch_step: int, virtual_node: int, virtual_nodes: int) -> int:

@@ -72,7 +72,6 @@ class Staging:
         return replace(batch, data=pytree.tree_unflatten([self._put(leaf) for leaf in staged.leaves], shape))
 
     def move(self, batch: MicroBatch) -> MicroBatch:
-        """Both at once."""
         return self.finish(self.start(batch))
 
     def _send(self, tensor: Tensor) -> Tensor:

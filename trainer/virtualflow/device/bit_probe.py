@@ -49,13 +49,11 @@ def _numbers(device: torch.device, *shape: int, start: int, scale: float = 1.0, 
 
 
 def _with_gradients(output: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """The output, and the gradient of a loss that weighs its elements unequally."""
     weights = _numbers(output.device, *output.shape, start=7, grad=False).to(output.dtype)
     return [output, *torch.autograd.grad((output * weights).sum(), leaves)]
 
 
 def _vision(device: torch.device) -> list[Tensor]:
-    """Convolutions, batch norm, pooling, a linear layer and a cross entropy."""
     images = _numbers(device, 8, 3, 31, 31, start=1, grad=False)
     first, second = (
         _numbers(device, 24, 3, 3, 3, start=2, scale=0.25),
@@ -73,7 +71,6 @@ def _vision(device: torch.device) -> list[Tensor]:
 
 
 def _language(device: torch.device) -> list[Tensor]:
-    """An embedding, layer norm, attention, and a feed-forward layer with GELU."""
     tokens = torch.arange(4 * 33).reshape(4, 33).mul(_MULTIPLIER).remainder(61).to(device)
     table = _numbers(device, 61, 72, start=9)
     gain, shift = _numbers(device, 72, start=10), _numbers(device, 72, start=11)
@@ -91,7 +88,6 @@ def _language(device: torch.device) -> list[Tensor]:
 
 
 def _sums(device: torch.device) -> list[Tensor]:
-    """A matrix product, transcendental functions, and sums that are longer than any vector register."""
     left, right = _numbers(device, 193, 257, start=14), _numbers(device, 257, 129, start=15)
     product = left @ right
     curves = torch.tanh(product) + torch.sigmoid(product) + torch.exp(-product.abs()) + torch.log1p(product.square())

@@ -39,7 +39,6 @@ class Pinned:
     fill_memory: bool
 
     def undo(self) -> None:
-        """Put everything back."""
         torch.set_num_threads(self.threads)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.backends.cudnn.deterministic = self.cudnn_deterministic

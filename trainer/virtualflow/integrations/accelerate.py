@@ -245,17 +245,14 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this worker is the leader."""
         return self._loop.leader
 
     @property
     def is_local_main_process(self) -> bool:
-        """The same."""
         return self._loop.leader
 
     @property
     def is_last_process(self) -> bool:
-        """The same."""
         return self._loop.leader
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -371,11 +368,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._accelerator = accelerator
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Ask for the next micro-batch: the step may be made by that.
-
-        Raises:
-            ConfigurationError: there is a closure.
-        """
+        """Ask for the next micro-batch: the step may be made by that."""
         loop = self._accelerator._loop
         loop.step(closure=closure is not None)
         self.gradient_state._set_sync_gradients(loop.stepped)
@@ -388,9 +381,7 @@ class _Count:
         self._configuration = accelerator.project_configuration
 
     def state_dict(self) -> dict[str, int]:
-        """Return it."""
         return {"iteration": self._configuration.iteration}
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
-        """Become what :meth:`state_dict` gave."""
         self._configuration.iteration = saved["iteration"]

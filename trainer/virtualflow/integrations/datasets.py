@@ -56,8 +56,6 @@ def shards(
 
 
 class _Shards:
-    """Implements `virtualflow.data.iterable_source.Shardable`."""
-
     def __init__(
         self, dataset: datasets.IterableDataset, shuffle: int, seed: int, transform: Callable[[Any], Any] | None
     ) -> None:
@@ -67,7 +65,6 @@ class _Shards:
         self._transform = transform
 
     def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[Any]:
-        """See `Shardable.shard`."""
         if get_worker_info() is not None:
             fsspec.asyn.reset_lock()  # its lock may have been held when this process was forked
         parts = math.gcd(self._dataset.num_shards, count)
@@ -100,7 +97,6 @@ def _mixed(samples: Iterator[Any], size: int, rng: random.Random) -> Iterator[An
 
 
 def _undrawn(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, and an error where random numbers have been drawn for one."""
     while True:
         before = _states()
         batch = next(batches, None)
@@ -144,7 +140,6 @@ def _has_seed(generator: np.random.Generator) -> bool:
 
 
 def _generators(iterable: Any) -> Iterator[np.random.Generator]:
-    """All that a dataset orders its samples by."""
     for value in vars(iterable).values():
         if isinstance(value, np.random.Generator):
             yield value

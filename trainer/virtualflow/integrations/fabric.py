@@ -216,7 +216,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker is the leader."""
         return self._loop.leader
 
     @property
@@ -231,7 +230,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
     local_rank = global_rank
 
     def _tell_rank(self) -> None:
-        """Let loggers and messages of Lightning know who leads."""
         rank_zero_only.rank = self.global_rank
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *arguments: Any, **options: Any) -> None:

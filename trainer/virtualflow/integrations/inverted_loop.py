@@ -217,7 +217,6 @@ class InvertedLoop:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        """See that a step is under way; whether there is one."""
         if self._inner is None:
             with self._closing():
                 step = next(self._steps, None)
@@ -228,7 +227,6 @@ class InvertedLoop:
         return True
 
     def _advance(self) -> bool:
-        """Ask for the next micro-batch; whether there is one, or else the step is made."""
         assert self._inner is not None
         with self._closing():
             self._next = next(self._inner, _NONE)

@@ -64,7 +64,6 @@ class Notes:
     """Of the present step."""
 
     def begin(self) -> None:
-        """Another micro-batch comes."""
         self.values = {}
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
@@ -152,7 +151,6 @@ class Story:
 
     @property
     def _callbacks(self) -> dict[str, Any]:
-        """Those that have a state, by the name that Lightning has for it."""
         return {each.state_key: each for each in self._trainer.callbacks if each.state_dict()}
 
 
@@ -334,7 +332,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         )
 
     def enter(self, run: Run | None) -> None:
-        """A training has begun, or is over."""
         if run is None and self._run is not None:
             self._leads = self._run.leader
         self._run, self._behind = run, False
@@ -351,7 +348,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker is the leader: the one that writes and prints."""
         return self._leads
 
     @property
@@ -366,7 +362,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
     local_rank = global_rank
 
     def _tell_rank(self) -> None:
-        """Let loggers and messages of Lightning know who leads."""
         rank_zero_only.rank = rank_zero_only_of_trainer.rank = self.global_rank
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -378,8 +373,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
 
 class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
-    """All epochs."""
-
     epoch_loop: _ElasticEpochLoop
     _data_fetcher: Any
 
@@ -435,8 +428,6 @@ class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
 
 
 class _ElasticEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
-    """The steps of an epoch."""
-
     notes: Notes
     _results: Any
 
@@ -483,7 +474,6 @@ class _ElasticEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
         connector._current_fx = of_hooks
 
     def end(self, step: Step, *, last: bool) -> None:
-        """What Lightning does when the optimizer has stepped: on every worker, in the same order."""
         trainer, progress = self.trainer, self.batch_progress
         stepped = self.automatic_optimization.optim_progress.optimizer.step
         stepped.increment_ready()

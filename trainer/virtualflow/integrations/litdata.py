@@ -38,8 +38,6 @@ def shards(dataset: StreamingDataset) -> _Shards:
 
 
 class _Shards:
-    """Implements `virtualflow.data.iterable_source.Shardable`."""
-
     def __init__(self, dataset: StreamingDataset) -> None:
         self._dataset = dataset
         len(dataset)  # reads the index
@@ -48,14 +46,12 @@ class _Shards:
         self._chunks = [(each.roi_start_idx, each.roi_end_idx) for each in intervals]
 
     def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[Any]:
-        """See `Shardable.shard`."""
         # Each reads by itself: files that are open are not shared with another process or shard.
         dataset = copy.copy(self._dataset)
         dataset.cache = None
         return map(dataset.__getitem__, self._order(index, count, epoch, start))
 
     def _order(self, index: int, count: int, epoch: int, start: int) -> Iterator[ChunkedIndex]:
-        """Where the samples of a shard are."""
         chunks = list(range(len(self._chunks)))
         if self._dataset.shuffle:
             random.Random(derive_seed("litdata", self._dataset.seed, epoch)).shuffle(chunks)

@@ -61,7 +61,6 @@ class SeededCollate:
     """Those with a seed of their own."""
 
     def __call__(self, samples: Any) -> Any:
-        """What the outer one makes of samples."""
         here = torch.initial_seed()  # the global generators are seeded for each virtual node
         for each in self.seeded:
             each.generator = each.get_generator(derive_seed("collate", each.seed, here))

@@ -75,8 +75,6 @@ def _unused(stream: Stream) -> Stream:
 
 
 class _Shards:
-    """Implements `virtualflow.data.iterable_source.Shardable`."""
-
     def __init__(
         self,
         streams: list[Stream],
@@ -94,7 +92,6 @@ class _Shards:
         ]
 
     def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[Any]:
-        """See `Shardable.shard`."""
         samples = self._samples(index, count, epoch, start)
         return map(self._transform, samples) if self._transform is not None else samples
 
@@ -111,7 +108,6 @@ class _Shards:
             start = max(0, start - len(positions))
 
     def _mixed(self, count: int, epoch: int, what: str | int) -> list[int]:
-        """So many numbers, in the order of the epoch."""
         numbers = list(range(count))
         if self._shuffle:
             random.Random(derive_seed("mosaicml", self._seed, epoch, what)).shuffle(numbers)
@@ -130,7 +126,6 @@ def _index(stream: Stream, allow_unsafe_types: bool) -> list[Any]:
 
 
 def _fetch(stream: Stream, file: Any) -> None:
-    """Have a file on the disk as it is read: downloaded, checked, decompressed."""
     wanted = [Path(stream.local, stream.split, raw.basename) for raw, _ in file.file_pairs]
     if not all(path.exists() for path in wanted):
         with _alone(wanted[0]):

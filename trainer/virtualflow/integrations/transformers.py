@@ -83,7 +83,6 @@ class Story:
 
     @property
     def _callbacks(self) -> dict[str, ExportableState]:
-        """Those that have a state, by a name that all workers have for it."""
         found: dict[str, ExportableState] = {}
         for each in self._trainer.callback_handler.callbacks:
             if isinstance(each, ExportableState):
@@ -389,11 +388,9 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
     # --- what the leader alone writes ---------------------------------------------------------------------------------
 
     def is_world_process_zero(self) -> bool:
-        """Whether this worker is the leader: the one that writes and prints."""
         return self._leads
 
     def is_local_process_zero(self) -> bool:
-        """The same."""
         return self._leads
 
     def save_model(self, *arguments: Any, **options: Any) -> None:
@@ -445,7 +442,6 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
 
     @contextmanager
     def _replaying(self, found: Iterator[Any]) -> Iterator[None]:
-        """Batches are predicted already, and come in the same order."""
         self.__dict__["prediction_step"] = lambda *arguments, **options: next(found)
         try:
             yield

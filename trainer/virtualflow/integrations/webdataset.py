@@ -75,8 +75,6 @@ class _Shuffle:
 
 @dataclass
 class _Pipeline:
-    """A pipeline, taken apart."""
-
     urls: list[str]
     order: list[_Shuffle] = field(default_factory=list)
     """Shuffles of the tar files."""
@@ -93,8 +91,6 @@ class _Pipeline:
 
 
 class _Shards:
-    """Implements `virtualflow.data.iterable_source.Shardable`."""
-
     def __init__(self, pipeline: _Pipeline, seed: int) -> None:
         self._pipeline = pipeline
         self._seed = seed
@@ -102,7 +98,6 @@ class _Shards:
         """Samples of each tar file whose headers have been read."""
 
     def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[Any]:
-        """See `Shardable.shard`."""
         pipeline = self._pipeline
         urls = iter(pipeline.urls)
         for number, shuffle in enumerate(pipeline.order):
@@ -122,7 +117,6 @@ class _Shards:
         return _one_by_one(pipeline.mapping, samples)
 
     def _positions(self, url: str, part: Part) -> Iterator[Callable[[], Any]]:
-        """What reads each sample of a tar file."""
         tar = _Tar(url, self._pipeline)
         if url not in self._counts and tar.indexed:
             self._counts[url] = len(tar.samples)
@@ -156,7 +150,6 @@ class _Tar:
 
     @property
     def indexed(self) -> bool:
-        """Whether its samples can be read in any order."""
         file = self._source["stream"]
         if not isinstance(file, io.BufferedReader) or not file.seekable():
             return False
@@ -170,7 +163,6 @@ class _Tar:
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Each with the places of its members."""
         return list(self._pipeline.grouping(self._members()))
 
     def _members(self) -> Iterator[dict[str, Any]]:
@@ -203,7 +195,6 @@ class _Tar:
         return read
 
     def stream(self) -> Iterator[dict[str, Any]]:
-        """The samples in their order, each read."""
         return self._pipeline.grouping(tariterators.tar_file_expander(iter([self._source]), **self._pipeline.files))
 
 
@@ -224,7 +215,6 @@ def _run(stages: Iterable[Stage], samples: Iterator[Any]) -> Iterator[Any]:
 
 
 def _one_by_one(stages: Iterable[Stage], samples: Iterator[Any]) -> Iterator[Any]:
-    """Run stages that make one sample of each, and see that they do."""
     given = made = 0
 
     def giving() -> Iterator[Any]:
@@ -309,7 +299,6 @@ def _take_apart(dataset: Any) -> _Pipeline:
 
 
 def _arguments(function: Any, stage: Any) -> dict[str, Any]:
-    """What a stage was made with, by its names; of an object, its attributes."""
     if not isinstance(stage, filters.FilterFunction):
         return dict(getattr(stage, "__dict__", {}))
     try:

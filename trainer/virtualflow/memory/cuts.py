@@ -22,8 +22,6 @@ from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, Actions, ChainA
 
 @dataclass(slots=True)
 class _State:
-    """A cut of the blocks up to a border."""
-
     held: int
     """Bytes of them that are on the device after their forward pass."""
     seconds: float
@@ -40,7 +38,6 @@ class Cuts:
     """The parts of all cuts of a model.
 
     Args:
-        chain: the model.
         most: so many cuts of what is below a border are followed; of more, those that promise most.
     """
 

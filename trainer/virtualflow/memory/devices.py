@@ -66,7 +66,6 @@ class Division:
 
     @property
     def devices(self) -> int:
-        """How many take part."""
         return sum(len(share.virtual_nodes) for share in self.shares)
 
 
@@ -191,7 +190,6 @@ def _divide(virtual_nodes: int, devices: Sequence[tuple[DeviceType, list[float]]
 
 
 def _take_back(counts: list[list[int]], tables: list[list[float]], virtual_nodes: int) -> None:
-    """Take from whoever would be done last what is beyond all virtual nodes."""
     for _ in range(sum(map(sum, counts)) - virtual_nodes):
         _, kind, device = max(
             (tables[kind][count], kind, device)

@@ -129,7 +129,6 @@ class Fit:
 
     @property
     def step_seconds(self) -> float | None:
-        """A step's computing, if one device computes all virtual nodes."""
         return None if self.plan is None else self.plan.seconds * self.virtual_nodes
 
 
@@ -139,11 +138,7 @@ def fit(
     """What becomes of that many virtual nodes, which divide the batch.
 
     Args:
-        chain: as measured.
-        batch: samples of a step.
-        virtual_nodes: of the job.
         budget: what may be used.
-        settings: how hard the search tries.
         fused: how many of them are computed as one micro-batch.
 
     Raises:

@@ -200,7 +200,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the backward pass is over."""
         return max(span.end for span in self.spans if span.resource == "compute")
 
     @property

@@ -37,10 +37,6 @@ class Planner:
     """All that can be planned for one profile.
 
     Making one costs nothing; the first plan that is not obvious starts the search, whose result serves all budgets.
-
-    Args:
-        profile: the model on the device.
-        settings: how hard the search tries.
     """
 
     def __init__(self, profile: Profile, settings: PlannerSettings | None = None) -> None:
@@ -115,11 +111,6 @@ class Planner:
         return budget.device - self._resident(budget)
 
     def _host(self, budget: Budget) -> int:
-        """What may be swapped.
-
-        Raises:
-            DoesNotFit: the optimizer's state does not fit there.
-        """
         if budget.host is None:
             return self._chain.host_most
         state = self._profile.optimizer_bytes if budget.optimizer == "host" else 0

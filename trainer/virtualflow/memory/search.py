@@ -54,12 +54,7 @@ class _Choice:
 
 
 class Pool:
-    """The choices that were tried for one model.
-
-    Args:
-        chain: the model.
-        settings: how many are tried.
-    """
+    """The choices that were tried for one model."""
 
     def __init__(self, chain: ChainArrays, settings: PlannerSettings) -> None:
         self._chain = chain
@@ -242,7 +237,6 @@ def _spread(most: int, count: int) -> list[int]:
 
 
 def _even(blocks: Sequence[int], count: int) -> list[int]:
-    """So many of them, evenly spread."""
     return [blocks[len(blocks) * number // count] for number in range(count)]
 
 

@@ -61,7 +61,6 @@ class ChainArrays:
         self.skips = profile.skips
 
     def host_bytes(self, actions: Actions) -> int:
-        """What a plan keeps in the host's memory."""
         return sum(self.moved[action][block] for block, action in enumerate(actions))
 
 
@@ -95,19 +94,15 @@ class Passing:
 
 
 def _parts(action: int) -> bool:
-    """Whether the boundary of such a block leaves the device or is dropped."""
     return action in (SWAP, REFETCH, JOIN)
 
 
 def _again(actions: Actions, skip: Skip) -> bool:
-    """Whether the later block is computed again from it."""
     return actions[skip.last] >= RECOMPUTE
 
 
 @dataclass(slots=True)
 class _Operation:
-    """Something that the device computes in the backward pass."""
-
     block: int
     recompute: bool
     need: int
@@ -122,8 +117,6 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Back:
-    """A copy back."""
-
     block: int
     operation: int
     """At which it is issued."""
@@ -183,8 +176,6 @@ def schedule(chain: ChainArrays, actions: Actions, capacity: int, limit: float =
     """When everything happens; ``None`` if it needs more memory, or is seen not to end before ``limit``.
 
     Args:
-        chain: the model.
-        actions: a valid choice.
         capacity: bytes, beyond what is resident whatever the plan.
         limit: seconds; a schedule that takes longer may be given all the same.
     """
@@ -224,8 +215,6 @@ def schedule(chain: ChainArrays, actions: Actions, capacity: int, limit: float =
 
 @dataclass(slots=True)
 class _Turn:
-    """What the forward pass has come to."""
-
     time: float
     """When it is over."""
     starts: list[float]
@@ -361,7 +350,6 @@ def most_backward(chain: ChainArrays, actions: Actions, found: Schedule) -> int:
 
 
 def _fetches(operation: _Operation, actions: Actions) -> bool:
-    """Whether something must be back on the device before that operation."""
     return actions[operation.block] == (REFETCH if operation.recompute else SWAP)
 
 

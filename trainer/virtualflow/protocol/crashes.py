@@ -51,9 +51,6 @@ class Crashes:
         """Count a crash.
 
         Args:
-            step: the step that the job has made.
-            now: the time.
-            waits: how long to wait.
             at_once: so many of a streak are waited for not at all.
         """
         streak = self.streak + 1 if self.last is not None and now < self.last + waits.reset else 1

@@ -126,7 +126,6 @@ class SizeProfile(msgspec.Struct, frozen=True):
 
     @property
     def seconds_per_virtual_node(self) -> float:
-        """What a virtual node costs in micro-batches of this size."""
         return self.seconds / self.virtual_nodes
 
 

@@ -152,7 +152,6 @@ class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
 
     @property
     def assigned(self) -> bool:
-        """Whether it is assigned virtual nodes."""
         return self.first < self.last
 
 
@@ -323,7 +322,6 @@ class Status(Base, frozen=True, tag=False):
 
     @property
     def job_step(self) -> int:
-        """Completed steps of all runs of the script."""
         return self.earlier_steps + self.step
 
     @property

@@ -132,7 +132,6 @@ class CoordinatorClient:
         """Make a call; the coordinator's one-sentence answer.
 
         Args:
-            call: what to tell the coordinator; its type is the endpoint.
             patience: seconds to go on trying while none answers; ``None``: that of the settings.
         """
         body = await self._request("POST", PATHS[type(call)], encode(call), patience)

@@ -67,7 +67,6 @@ class ChangeView(Base, frozen=True, tag=False):
 
 
 def view_change(change: Change | ChangeEntry) -> ChangeView:
-    """A membership change as a row."""
     size = str(change.to) if change.from_ == change.to else f"{change.from_} → {change.to}"
     sent = format_bytes(change.state_bytes) if change.state_bytes else ""
     what = (str(change.step), size, change.cause, change.reason)
@@ -129,7 +128,6 @@ class Fact(NamedTuple):
 
     @property
     def said(self) -> str:
-        """Value and note."""
         return f"{self.value} ({self.note})" if self.note else self.value
 
 
@@ -219,7 +217,6 @@ def view_job(status: Status, now: float, *, most: int | None = None) -> JobView:
 
     Args:
         status: also of an older coordinator, which does not tell all of it.
-        now: Unix time.
         most: so many workers are listed; ``None``: all.
     """
     over = status.phase in ENDED
@@ -278,7 +275,6 @@ def step_time(measured: float | None, predicted: float | None) -> list[Fact]:
 
 
 def nodes_fact(virtual_nodes: int | None, reproducibility: str | None) -> list[Fact]:
-    """Of how many virtual nodes a job is, and whether its bits are reproduced."""
     return [] if virtual_nodes is None else [Fact("Virtual nodes", str(virtual_nodes), reproducibility or "")]
 
 
@@ -288,7 +284,6 @@ def describe_nodes(first: int, last: int) -> str:
 
 
 def describe_pace(now: ViewNow) -> list[str]:
-    """How fast the training is, and its metrics."""
     pace = [fact.said for fact in now.facts if fact.name in ("Speed", "Median step")]
     return pace + [f"{name} {value}" for name, value in now.metrics.items()]
 

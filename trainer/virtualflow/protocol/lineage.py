@@ -32,7 +32,6 @@ def number_above(floor: Generation, now: float) -> Generation:
     """The number of a first generation that is above ``floor``, whatever the clock says.
 
     Args:
-        floor: the newest that is known.
         now: Unix time in seconds. It makes the numbers of two who know nothing of each other differ.
     """
     # A counter near the last one begins anew: the incarnation is above.
@@ -97,7 +96,6 @@ class Lineage:
         self._ended &= frozenset(member.incarnation for plan in known for member in plan.members)
 
     def settle(self) -> None:
-        """An exchange of the newest generation that counts is complete."""
         self.stage = "settled"
 
     def claim(self, plan: Plan) -> Claim:
@@ -119,18 +117,13 @@ class Lineage:
         )
 
     def plan_of(self, generation: Generation) -> Plan | None:
-        """What this worker knows under that number."""
         if self._counted is not None and self._counted.generation == generation:
             return self._counted
         return self._attempted.get(generation)
 
 
 def find_objection(claims: Sequence[Claim]) -> Generation | None:
-    """The generation of which a new one needs a majority and has none; ``None``: the new one counts.
-
-    Args:
-        claims: of all members of the new one.
-    """
+    """The generation of which a new one needs a majority and has none; ``None``: the new one counts."""
     newest = max(claim.counted for claim in claims)
     if not all(claim.supported for claim in claims if claim.counted == newest):
         return newest

@@ -36,8 +36,6 @@ def page_address(coordinator: str, token: str, job: str) -> str:
 
     Args:
         coordinator: ``http://host:port``.
-        token: of the job; the address bears the view token instead.
-        job: what the page calls it.
     """
     return f"{coordinator}{PAGE_PATH}#{urlencode({'token': view_token(token), 'job': job})}"
 

@@ -91,7 +91,6 @@ class Member(Base, frozen=True, tag=False):
 
     @property
     def virtual_nodes(self) -> range:
-        """What it is assigned."""
         return range(self.first, self.last)
 
 
@@ -114,7 +113,6 @@ class Plan(Base, frozen=True, tag="plan"):
     """Members of earlier generations, by incarnation, whose end is confirmed (see ``lineage``)."""
 
     def includes(self, incarnation: str) -> bool:
-        """Whether that process is a member."""
         return any(member.incarnation == incarnation for member in self.members)
 
     def rank_of(self, worker: str, incarnation: str) -> int | None:
@@ -189,7 +187,6 @@ class MemoryPlan(Base, frozen=True, tag=False):
 
     @property
     def offloads(self) -> bool:
-        """Whether some are not kept."""
         return self.swapped + self.recomputed > 0
 
 

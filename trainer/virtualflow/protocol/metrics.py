@@ -53,5 +53,4 @@ def as_metrics(values: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def show_metric(value: Metric, digits: int = 6) -> str:
-    """A metric for people, with so many significant digits."""
     return value if isinstance(value, str) else f"{value:.{digits}g}"

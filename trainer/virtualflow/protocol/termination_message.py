@@ -83,7 +83,6 @@ class TerminationMessageWriter:
 
     @property
     def wanted(self) -> bool:
-        """Whether this process is to leave one."""
         return self._path is not None and self._process == os.getpid()
 
     def clear(self) -> None:
@@ -121,13 +120,8 @@ class TerminationMessageWriter:
 
         Args:
             error: one that the library raised to end it, or anything else.
-            step: completed steps.
-            total_steps: of the whole training.
-            metrics: those of the last step.
             non_finite: the first metric of the training that was not finite.
-            checkpoint: the step of the newest checkpoint that it has completed.
             stacks: where the threads of a process are that does not end by itself.
-            convicted: whether this worker was found to be wrong.
             does_not_fit: whether it ends because nothing fits into its budget of memory.
         """
         message = TerminationMessage(

@@ -60,7 +60,6 @@ ToSharer = Wait | Granted
 
 
 def line(message: FromSharer | ToSharer) -> bytes:
-    """A message as it travels."""
     return encode(message) + b"\n"
 
 

@@ -75,7 +75,6 @@ _status_header = msgspec.json.Decoder(StatusHeader)
 
 
 def this_party(name: str) -> Party:
-    """This process, under that name."""
     return Party(name, OLDEST_PROTOCOL, PROTOCOL, __version__)
 
 

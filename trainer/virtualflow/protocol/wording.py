@@ -44,7 +44,6 @@ def milliseconds(value: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -43,7 +43,6 @@ class Summation(Protocol):
         """Samples of a contribution whose weight is 1, the same on all workers.
 
         Args:
-            micro_batch: samples of a virtual node.
             most: the most virtual nodes that any worker is assigned.
         """
 
@@ -67,20 +66,16 @@ class CanonicalSummation:
             self._pair(*child)
 
     def parts_of(self, holding: Sequence[int]) -> list[Key]:
-        """The maximal subtrees."""
         return [(node.start, node.stop) for node in subtrees(self._virtual_nodes, holding)]
 
     def joins(self, left: Key, right: Key) -> bool:
-        """If they are the halves of a node."""
         parent = self._parent.get(left)
         return parent is not None and parent == self._parent.get(right)
 
     def add_up(self, parts: Mapping[Key, T], add: Callable[[T, T], T]) -> T:
-        """In the shape of the tree."""
         return tree_sum(self._virtual_nodes, parts, add)
 
     def unit(self, micro_batch: int, most: int) -> int:
-        """A virtual node."""
         return micro_batch
 
 
@@ -90,15 +85,12 @@ class SummationByWorker:
     movable = False
 
     def parts_of(self, holding: Sequence[int]) -> list[Key]:
-        """All at once."""
         return [(holding[0], holding[-1] + 1)]
 
     def joins(self, left: Key, right: Key) -> bool:
-        """Always."""
         return True
 
     def add_up(self, parts: Mapping[Key, T], add: Callable[[T, T], T]) -> T:
-        """One after the other."""
         return reduce(add, (parts[key] for key in sorted(parts)))
 
     def unit(self, micro_batch: int, most: int) -> int:
@@ -152,8 +144,6 @@ class Accumulator:
 
         Args:
             virtual_node: which one, or the first of several.
-            tensors: see above.
-            weight: their factor.
             count: how many were computed as one, and are added as one.
             added: the sums of places at which an :class:`Addition` has added it up already.
         """
@@ -204,8 +194,6 @@ class Accumulator:
 
         Args:
             virtual_node: which one, or the first of several.
-            count: how many are computed as one.
-            weight: the factor of their tensors.
         """
         key, at = (virtual_node, virtual_node + count), len(self.parts)
         behind = not self.parts or self.parts[-1][0][1] <= virtual_node
@@ -227,7 +215,6 @@ class Addition:
     Args:
         parts: the sums of the virtual nodes before it.
         merges: with how many of the last of them it makes one.
-        weight: the factor of its tensors.
         fetch: brings back those of them that wait in host memory.
     """
 
@@ -242,7 +229,6 @@ class Addition:
         """What came of the places that were given."""
 
     def takes(self, place: int) -> bool:
-        """Every one."""
         return True
 
     def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
@@ -271,7 +257,6 @@ class Addition:
         return (self.take(self.merged[0], place) if self.merged else None), tensor
 
     def take(self, tensors: Tensors, place: int) -> Tensor | None:
-        """Take the tensor at a place out of one of the sums."""
         if self._fetch is not None:
             return self._fetch.take(tensors, place)
         taken, tensors[place] = tensors[place], None

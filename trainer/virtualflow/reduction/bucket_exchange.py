@@ -62,9 +62,7 @@ def plan_buckets(
     """Cut the tensors at ``places``, in that order, into buckets.
 
     Args:
-        templates: one tensor per place, with its shape and dtype.
         places: which of them, in the order in which they will be there.
-        size: how many workers there are.
         alignment: bytes at whose multiples pieces start.
         limit: bytes that a bucket does not exceed, unless a single tensor does.
     """
@@ -100,15 +98,7 @@ class Delivery:
 def plan_delivery(
     bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]], size: int, rank: int
 ) -> Delivery:
-    """What member ``rank`` of ``size`` sends and gets, where not everybody needs all sums.
-
-    Args:
-        bucket: of which pieces are summed.
-        templates: one tensor per place.
-        needed_by: for each place the ranks that need its sum.
-        size: of the group.
-        rank: of this worker.
-    """
+    """What member ``rank`` of ``size`` sends and gets, where not everybody needs all sums."""
     outward: list[list[tuple[int, int]]] = [[] for _ in range(size)]
     inward = [0] * size
     low, high = rank * bucket.piece, (rank + 1) * bucket.piece
@@ -164,12 +154,10 @@ class Buffers:
         return kept
 
     def release_unused(self) -> None:
-        """Free what was not asked for since the last call."""
         self._kept = {key: kept for key, kept in self._kept.items() if key in self._used}
         self._used.clear()
 
     def clear(self) -> None:
-        """Free them. Messages under way keep their own alive."""
         self._kept = {}
 
 
@@ -215,14 +203,6 @@ class BucketExchange(Protocol):
 
 
 def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
-    """The exchange of a bucket of the plan, by its way.
-
-    Args:
-        plan: see there.
-        index: of the bucket.
-        buffers: where messages are kept.
-        name: of the reduction among them.
-    """
     if plan.ways[index] is Way.WHOLE:
         return WholeExchange(plan, index, buffers, name)
     if plan.needed_by is not None:
@@ -231,8 +211,6 @@ def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) 
 
 
 class _Exchange:
-    """What all ways share."""
-
     def __init__(self, plan: ReductionPlan, index: int) -> None:
         self._plan, self._bucket = plan, plan.buckets[index]
         self._collectives = plan.collectives
@@ -269,16 +247,13 @@ class WholeExchange(_Exchange):
         self._total: Tensor | None = None
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        """All of it in one stretch."""
         begin = self._bucket.offsets[at]
         return [(0, self.flat[row, begin : begin + self._numel(at)])]
 
     def set_out(self) -> Pending:
-        """To all others."""
         return self._collectives.start_all_gather(as_raw(self._gathered), as_raw(self.flat))
 
     def add_and_return(self) -> Pending:
-        """Nothing returns: all have added it up."""
         arrived = {
             node: self._gathered[rank, at]
             for rank, nodes in enumerate(self._plan.keys)
@@ -288,7 +263,6 @@ class WholeExchange(_Exchange):
         return DONE
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        """In the buffer of what was gathered."""
         assert self._total is not None
         return self._sums_of_all(self._total)
 
@@ -307,25 +281,21 @@ class SlicedExchange(_Exchange):
         """All members' rows of the own piece; then the sums come to the front of them, piece by piece."""
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        """In the pieces for the members."""
         found = self._bucket.segments(at, self._numel(at), self._rows, row)
         return [(first, self.flat[where : where + count]) for first, count, where in found]
 
     def set_out(self) -> Pending:
-        """To each worker its piece of the own rows."""
         pieces, incoming = self._pieces(), self._incoming_rows()
         return self._exchange(
             {peer: incoming[peer] for peer in self._peers}, {peer: pieces[peer] for peer in self._peers}
         )
 
     def add_and_return(self) -> Pending:
-        """The sums of the own piece, to all."""
         rank, sums = self._collectives.rank, self._incoming
         self._add(sums[rank])
         return self._exchange({peer: sums[peer] for peer in self._peers}, dict.fromkeys(self._peers, sums[rank]))
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        """Piece by piece where the rows were."""
         return self._sums_of_all(self._incoming.view(-1))
 
     def _add(self, out: Tensor | None) -> Tensor:
@@ -340,7 +310,6 @@ class SlicedExchange(_Exchange):
         return self._plan.total(arrived, out)
 
     def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
-        """Receive from some members and send to some; what is to come is waited for first."""
         return self._collectives.start_messages(
             [
                 *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items() if stretch.numel()),
@@ -382,7 +351,6 @@ class DeliveredExchange(SlicedExchange):
         )
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        """What was delivered."""
         return self._unflatten(self._delivered, [place for place in self._bucket.places if self._is_needed(place)])
 
 

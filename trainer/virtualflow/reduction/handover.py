@@ -47,7 +47,6 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(kept: Tensor, used: Callable[[], None]) -> StandIn:
-        """One for a plain tensor."""
         made = kept.as_subclass(StandIn)
         made.kept, made.used = kept, used
         return made
@@ -56,8 +55,6 @@ class StandIn(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Tell of the use, and go on with what it stands for."""
-
         def reveal(found: StandIn) -> Tensor:
             found.used()
             return found.kept
@@ -124,7 +121,6 @@ class Handover:
                 self._hooks[place] = register(partial(self._on_gradient, place))
 
     def unhook(self) -> None:
-        """Leave the model as it was."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -145,7 +141,6 @@ class Handover:
 
     @property
     def begun(self) -> bool:
-        """Whether autograd has handed over any gradient of the virtual node that runs."""
         return bool(self._seen)
 
     def unsettle(self) -> None:

@@ -30,7 +30,6 @@ def block_norms(gradients: Sequence[Tensor], block: int) -> Tensor:
     Args:
         gradients: whole ones, or stretches that begin at a multiple of ``block`` and end at one or at the end of the
             parameter; in the order of the parameters. Complex elements count by their absolute values.
-        block: elements of a block.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -91,7 +90,6 @@ def clip_by_norm(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None
     A norm that is infinite makes them 0 (and NaN where they are infinite), one that is NaN makes all of them NaN.
 
     Args:
-        gradients: all of them, or any part.
         most: the norm that is not to be exceeded.
         norm: of all, float64 ``[]`` (:func:`total_norm`).
     """

@@ -92,7 +92,6 @@ def plan_offload(device: torch.device, size: int, settings: ReductionSettings) -
     """Where the sums of gradients on ``device`` wait; ``None``: all where they are.
 
     Args:
-        device: of the model.
         size: bytes of one sum. Small ones stay: to move them takes the host longer than the device computes meanwhile.
         settings: from which size they are moved, and how many stay nevertheless.
     """
@@ -104,7 +103,6 @@ class Fetch:
     """Brings sums back place by place, some bytes before they are asked for.
 
     Args:
-        offload: from where, and how far ahead.
         sums: those that are offloaded, each with the places that were moved, in the order in which the additions of a
             place need them.
     """
@@ -158,15 +156,12 @@ class PlainMemory:
         self._device = device
 
     def store(self, tensor: Tensor) -> Tensor:
-        """See :class:`HostMemory`."""
         return tensor.cpu()  # itself, if it is there
 
     def bring(self, tensor: Tensor) -> Coming:
-        """See :class:`HostMemory`."""
         return _There(tensor.to(self._device))
 
     def write(self, source: Tensor, target: Tensor) -> None:
-        """See :class:`HostMemory`."""
         target.copy_(source)
 
     def finish(self) -> None:
@@ -175,8 +170,6 @@ class PlainMemory:
 
 @dataclass(frozen=True)
 class _OnStream:
-    """Of a copy on another stream than the one that needs it."""
-
     tensor: Tensor
     event: torch.cuda.Event
 
@@ -199,7 +192,6 @@ class PinnedMemory:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def store(self, tensor: Tensor) -> Tensor:
-        """See :class:`HostMemory`."""
         if tensor.device.type != "cuda":
             return tensor
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -210,7 +202,6 @@ class PinnedMemory:
         return host
 
     def bring(self, tensor: Tensor) -> Coming:
-        """See :class:`HostMemory`."""
         if tensor.device.type == "cuda":
             return _There(tensor)
         with torch.cuda.stream(self._stream):
@@ -222,5 +213,4 @@ class PinnedMemory:
         target.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
-        """See :class:`HostMemory`."""
         self._stream.synchronize()

@@ -60,8 +60,6 @@ class Overlap:
 
     Args:
         parameters: all of the model's; they are known by their place among them.
-        reducer: that of the updates.
-        settings: which gradients are worth it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], reducer: Reducer, settings: ReductionSettings) -> None:
@@ -136,8 +134,6 @@ class Overlap:
         Args:
             accumulator: the sums of this worker's virtual nodes before it.
             virtual_node: which one, or the first of several.
-            count: how many are computed as one.
-            weight: the factor of its gradients.
             plain: whether they are to be seen in ``.grad``.
             told: whether others are told if they stay as they are.
         """
@@ -166,12 +162,9 @@ class Overlap:
         """The same for the last virtual node of this worker's range, with which the reduction may begin.
 
         Args:
-            collectives: the communicator.
             holdings: the virtual nodes of each of its members.
             accumulator: the sums of this worker's virtual nodes but for the last.
             last: that one, or the first of several.
-            count: how many are computed as one.
-            weight: the factor of its gradients.
             scale: the factor of the sum over all; ``None``: not known before the headers.
             plain: whether they are to be seen in ``.grad``.
         """
@@ -256,21 +249,17 @@ class Overlap:
 
     @property
     def under_way(self) -> bool:
-        """Whether this attempt's reduction has begun already."""
         return self._early is not None
 
     @property
     def early(self) -> Early | None:
-        """It, in that case."""
         return self._early
 
     @property
     def places(self) -> frozenset[int]:
-        """What is under way."""
         return frozenset() if self._early is None else self._early.places
 
     def headers(self, block: Tensor) -> Tensor:
-        """Exchange the headers behind what is under way."""
         assert self._early is not None
         return self._early.pipeline.exchange_headers(block)
 
@@ -278,7 +267,6 @@ class Overlap:
         """Wait for what is under way: sums by place, bucket by bucket, and whether the others are there, too.
 
         Args:
-            scale: the factor of the sums.
             steady: whether all workers' gradients stayed as they were.
 
         Raises:
@@ -311,8 +299,6 @@ class Overlap:
         """A synchronization has shown how the next one may begin; all workers come to the same for what all do.
 
         Args:
-            number: of this one.
-            reduced: what it reduced.
             steady: whether all workers' gradients stayed as autograd left them.
         """
         if not steady:
@@ -331,7 +317,6 @@ class Overlap:
         self._expected, self._quiet_until = (), 0
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self.abandon()
         self._reducer.close()
         self._handover.unhook()

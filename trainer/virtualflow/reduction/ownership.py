@@ -85,7 +85,6 @@ class Row:
     """Parameters one behind the other; each takes up a place at least, so that one without elements has a keeper, too.
 
     Args:
-        numels: their elements.
         costs: for each, what an element costs whoever keeps it, in bytes; 0 for a parameter that no optimizer steps.
         units: for each, at multiples of how many elements it may be cut; 0: nowhere.
     """
@@ -101,15 +100,12 @@ class Row:
 
     @property
     def all(self) -> Spans:
-        """Everything."""
         return union([(0, self.offsets[-1])])
 
     def span(self, place: int) -> Span:
-        """Where a parameter stands."""
         return self.offsets[place], self.offsets[place + 1]
 
     def is_whole(self, piece: Stretch) -> bool:
-        """Whether that is all of its parameter."""
         return piece == (piece.place, 0, self.numels[piece.place])
 
     def pieces(self, spans: Spans) -> list[Stretch]:
@@ -134,7 +130,6 @@ class Shares:
 
     @property
     def members(self) -> int:
-        """How many there are."""
         return len(self.cuts) - 1
 
     def first(self, rank: int) -> Spans:

@@ -29,9 +29,6 @@ class Pipeline:
     """The reduction of some buckets among all members of a communicator.
 
     Args:
-        plan: which ones, and among whom.
-        buffers: where messages are kept.
-        name: of its own ones among them.
         beside: whether another thread than the one that trains runs it.
     """
 
@@ -94,7 +91,6 @@ class Pipeline:
         self._submitted.put(index)
 
     def close(self, header: Tensor | None) -> None:
-        """Nothing more comes, but perhaps a header."""
         self._header = header
         self._submitted.put(None)
 
@@ -104,26 +100,17 @@ class Pipeline:
         self.close(None)
 
     def exchange_headers(self, header: Tensor) -> Tensor:
-        """Nothing more comes; wait for the members' headers, uint8 ``[n]`` to ``[size, n]``.
-
-        Raises:
-            CommunicatorBroken: they will not come.
-        """
+        """Nothing more comes; wait for the members' headers, uint8 ``[n]`` to ``[size, n]``."""
         self.close(header)
         return self._collectives.settle(self._headers)
 
     def result(self, index: int) -> dict[int, Tensor]:
-        """Wait for a bucket's sums, by place: contiguous tensors, views of a buffer that the next reduction overwrites.
-
-        Raises:
-            CommunicatorBroken: they will not come.
-        """
+        """Wait for a bucket's sums, by place: contiguous views of a buffer that the next reduction overwrites."""
         self._collectives.settle(self._arrived[index])
         return dict(self._exchanges[index].sums())
 
     @property
     def complete(self) -> bool:
-        """Whether all sums are there."""
         return all(arrived.done() for arrived in self._arrived)
 
     # --- by the thread that exchanges ---------------------------------------------------------------------------------
@@ -148,11 +135,7 @@ class Pipeline:
                     waiting.set_exception(error)
 
     def carry_out(self) -> None:
-        """Exchange what is submitted, until nothing more comes.
-
-        Raises:
-            CommunicatorBroken: a peer is lost.
-        """
+        """Exchange what is submitted, until nothing more comes."""
         outward: deque[tuple[int, Pending]] = deque()
         homeward: list[tuple[int, Pending]] = []
         while (index := self._next()) is not None:
@@ -195,8 +178,6 @@ class Early:
     """A reduction that begins while the last virtual node's tensors come in, one by one.
 
     Args:
-        pipeline: of these buckets.
-        buckets: what is reduced.
         addition: of the last virtual node to the sums of the worker's range before it.
     """
 
@@ -218,11 +199,9 @@ class Early:
 
     @property
     def places(self) -> frozenset[int]:
-        """What it reduces."""
         return frozenset(self._where)
 
     def takes(self, place: int) -> bool:
-        """Whether it reduces a place."""
         return place in self._where
 
     def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:

@@ -74,7 +74,6 @@ class Reducer:
 
     Args:
         summation: the order of summation.
-        settings: how tensors travel.
         choose: chooses the way of each bucket.
         landing: which sums come to host memory; ``None``: each to where its tensors are.
     """
@@ -106,7 +105,6 @@ class Reducer:
         """How the buckets of the last complete reduction have travelled."""
 
     def close(self) -> None:
-        """End the thread that exchanges."""
         self._leave_thread(self._settings.close_wait)
 
     def _leave_thread(self, patience: float) -> None:
@@ -121,7 +119,6 @@ class Reducer:
 
     @property
     def terms(self) -> Terms:
-        """What schedules follow from."""
         return self._terms
 
     def agree(
@@ -136,8 +133,6 @@ class Reducer:
         """A generation begins: settle what all schedules of it follow from, with all its members alike.
 
         Args:
-            collectives: the communicator.
-            wish: what the first member wants.
             holdings: the virtual nodes of each of its members.
             templates: one tensor per place that is always reduced.
             spare: whether a thread that exchanges takes nothing from those that compute here.
@@ -162,7 +157,6 @@ class Reducer:
         return [*self._owners, *([range(size)] * (len(templates) - len(self._owners)))]
 
     def release_unused(self) -> None:
-        """An exchange is complete: free buffers that it did without."""
         self._buffers.release_unused()
 
     def forget(self) -> None:
@@ -185,7 +179,6 @@ class Reducer:
         """Sum over all virtual nodes, times ``scale``, on every worker that needs it (see :meth:`share`).
 
         Args:
-            collectives: the communicator.
             holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
             parts: what an :class:`Accumulator` has of this worker's; they are used up where it is alone.
             templates: one tensor per place, with its shape, dtype and device.
@@ -229,7 +222,6 @@ class Reducer:
         """Multiply sums that have come by factors of their own, in place; what has none stays as it is.
 
         Args:
-            found: sums by place.
             factors: likewise, the same on every worker.
         """
         if not factors:
@@ -257,12 +249,9 @@ class Reducer:
         All workers call this at the same place of the same synchronization, or none does.
 
         Args:
-            collectives: the communicator.
             holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
             accumulator: the sums of this worker's virtual nodes but for the last.
             last: that one, or the first of several.
-            count: how many are computed as one.
-            weight: the factor of its tensors.
             templates: one tensor per place.
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
@@ -280,7 +269,6 @@ class Reducer:
     def overlaps(
         self, collectives: Collectives, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
     ) -> bool:
-        """Whether any exchange of these tensors may begin beside the backward pass."""
         return bool(self._overlapped(collectives, holdings, templates, range(len(templates))[::-1]))
 
     def _overlapped(
@@ -304,7 +292,6 @@ class Reducer:
     def _scheduled(
         self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], *, final: bool
     ) -> list[Scheduled]:
-        """The schedule of these places, chosen once a generation for tensors of these sizes."""
         rows = tuple(len(nodes) for nodes in self._keys(holdings))
         sizes = tuple((templates[place].numel(), templates[place].dtype) for place in places)
         key = (tuple(places), sizes, rows, final)
@@ -378,12 +365,7 @@ def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Netw
 
     Args:
         collectives: of at least two members, which all call this at the same place.
-        probe: how much is sent, and how often.
-        known: the numbers that this member has.
         spare: whether a thread that exchanges takes nothing from those that compute here.
-
-    Raises:
-        CommunicatorBroken: a member is lost.
     """
     told = _tell(collectives, bytes(NETWORK_SIZE) if known is None else known.to_bytes())
     if known is not None and len(set(told)) == 1:
@@ -393,7 +375,6 @@ def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Netw
 
 
 def _tell(collectives: Collectives, raw: bytes) -> list[bytes]:
-    """What every member tells, as long as this."""
     block = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     return [row.numpy().tobytes() for row in collectives.all_gather(block)]
 

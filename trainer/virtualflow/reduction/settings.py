@@ -83,7 +83,6 @@ class Network:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Network:
-        """The inverse of :meth:`to_bytes`."""
         return cls(*_NUMBERS.unpack(raw))
 
 

@@ -137,11 +137,7 @@ def check_fit(
     scheduler: Stateful | None,
     scaler: Stateful | None,
 ) -> None:
-    """Whether a captured state fits these objects, by everything but the content of its tensors.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
+    """Whether a captured state fits these objects, by everything but the content of its tensors."""
 
     def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"parameters": {name: tensor_signature(tensor) for name, tensor in tensors.items()}}
@@ -244,9 +240,6 @@ def placed(tree: Tree, device: torch.device) -> Tree:
 class Companions:
     """Objects of a script, by name.
 
-    Args:
-        objects: see above.
-
     Raises:
         ConfigurationError: one of them has no state, or one that cannot be described exactly.
     """
@@ -266,11 +259,9 @@ class Companions:
 
     @property
     def names(self) -> list[str]:
-        """Their names, in order."""
         return sorted(self._objects)
 
     def knows(self, thing: object) -> bool:
-        """Whether it is one of them."""
         return any(thing is known for known in self._objects.values())
 
     def capture(self) -> dict[str, Any]:
@@ -331,7 +322,6 @@ class StayingHook:
         self._call = call
 
     def __call__(self, *arguments: Any) -> None:
-        """Do it."""
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -106,7 +106,6 @@ class FoundCheckpoint:
 
     @property
     def step(self) -> int:
-        """How many steps are complete in it."""
         return self.mark.step
 
 
@@ -170,7 +169,6 @@ def find_by_path(
 
     Args:
         path: of a directory with checkpoints, or of one of them.
-        on_event: is told of what is skipped.
         step: of which it is to be; the newest by default.
         damaged: steps of which those that are there are known not to be sound.
     """
@@ -392,12 +390,10 @@ def looks_complete(path: Path, step: int) -> bool:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a dead writer left this behind."""
     return is_hidden(path) and _abandoned(path)
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether no living process works on a hidden directory."""
     try:
         # Writable, because NFS gives an exclusive lock to nobody else.
         with (path / MANIFEST).open("r+b") as file:

@@ -38,7 +38,6 @@ class Mark(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the directory."""
         fence = self.fence
         return f"step-{self.step:08d}" + (f".{fence.incarnation}.{fence.counter}" if fence != NO_GENERATION else "")
 
@@ -125,8 +124,6 @@ def retained(steps: Sequence[int], keep: int, doubt: int) -> frozenset[int]:
     """Which checkpoints remain: the last ``keep``, and while newer ones are in doubt one that is not.
 
     Args:
-        steps: of all that are sound, in order.
-        keep: how many remain in any case.
         doubt: workers may find within so many steps that they hold different states; then all that was written since
             is of no use. So the newest one that is older stays, and the oldest of those that are not, which will take
             its place. 0: nobody compares.

@@ -241,7 +241,6 @@ class CheckpointWriter:
         self._prune(mark)
 
     def _allow(self, mark: Mark) -> None:
-        """A checkpoint is about to appear."""
         if self.trusted is not None and mark.step > self.trusted:
             raise _Barred(f"what came after step {self.trusted} may be wrong")
         self._check_fence()
@@ -294,7 +293,6 @@ class CheckpointWriter:
 
 
 def _explain(error: OSError | SafetensorError) -> tuple[str, str]:
-    """What went wrong in words, and what to do about it."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         # safetensors wraps the operating system's error in its own, with the number at the end of the text.

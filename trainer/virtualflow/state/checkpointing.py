@@ -81,8 +81,6 @@ class Checkpointer:
 
     Args:
         policy: where, and how often; ``None``: nowhere.
-        identity: the job's.
-        tell: what there is to say.
         report: what has become of each write.
         doubt: within so many steps a state may still turn out to be wrong.
         copies: those in the coordinator's memory; ``None``: there are none.
@@ -139,7 +137,6 @@ class Checkpointer:
 
     @property
     def failure(self) -> str | None:
-        """Why the last checkpoint could not be written, and what to do."""
         return None if self._writer is None else self._writer.failure
 
     @property
@@ -149,7 +146,6 @@ class Checkpointer:
 
     @property
     def keeps(self) -> bool:
-        """Whether there is a place for them."""
         return self._policy is not None
 
     @property
@@ -159,7 +155,6 @@ class Checkpointer:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint that this worker has completed."""
         return None if self._writer is None else self._writer.newest
 
     @property
@@ -187,7 +182,6 @@ class Checkpointer:
         self._say(str(error))
 
     def enter(self, generation: Generation) -> None:
-        """This worker is in that generation, which counts."""
         self._generation = generation
         self._found = None  # others may have begun from it
         if self._writer is not None:
@@ -222,11 +216,7 @@ class Checkpointer:
             return find(patient=False)  # what cannot be read for so long is as good as damaged
 
     def _persist(self, attempt: Callable[[], T]) -> T:
-        """Try again what a volume refuses and may grant a moment later.
-
-        Raises:
-            VolumeFailure: it still does.
-        """
+        """Try again what a volume refuses and may grant a moment later."""
         volume, told = self._volume, False
         limit, pause = time.monotonic() + volume.patience, volume.retry_first
         while True:

@@ -54,10 +54,6 @@ class MemoryCopies:
     Args:
         place: where they are kept.
         limit: bytes of the largest one that is taken there, as known now; 0: none is.
-        incarnation: of this process.
-        identity: of the job.
-        tell: tells people something.
-        settings: how often.
     """
 
     def __init__(
@@ -111,7 +107,6 @@ class MemoryCopies:
             return None
 
     def discard(self) -> None:
-        """The copy that :meth:`find` has found cannot be used, here or elsewhere."""
         if self._found is not None:
             self._damaged.add(self._found.sha256)
 
@@ -152,9 +147,7 @@ class MemoryCopies:
         """Pack the state now and send it in the background, unless a copy is under way or was just made.
 
         Args:
-            step: completed steps.
             generation: of this worker, its only member.
-            capture: gives the state, by reference.
 
         Raises:
             ConfigurationError: the state holds something that cannot be copied.

@@ -59,11 +59,7 @@ def schedulers_of(scheduler: Any) -> tuple[Any, ...]:
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers of different parameters, which look like one that has the groups of all.
-
-    Args:
-        parts: the optimizers.
-    """
+    """Several optimizers of different parameters, which look like one that has the groups of all."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # Not torch's own: it keeps groups and states here, and lets hooks hear of steps that its parts tell of anyway.
@@ -77,11 +73,9 @@ class Optimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The state of each parameter, wherever it is kept."""
         return self._states
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step one after the other."""
         for part in self.parts:
             part.step()
 
@@ -118,17 +112,14 @@ class Optimizers(torch.optim.Optimizer):
             yield part, {**rest["other"], "state": {**states, **rest["state"]}, "param_groups": own}, numbers
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
         for part, own, _ in self.divide(state_dict):
             part.load_state_dict(own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of all."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def _firsts(self) -> list[int]:
-        """The number of each part's first parameter."""
         counts = [sum(len(group["params"]) for group in part.param_groups) for part in self.parts]
         return [sum(counts[:n]) for n in range(len(counts))]
 
@@ -160,38 +151,29 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        """Forget all."""
         for parameter in self:
             del self[parameter]
 
 
 class Schedulers:
-    """Several schedulers, as one.
-
-    Args:
-        parts: the schedulers.
-    """
+    """Several schedulers, as one."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = tuple(parts)
 
     def step(self) -> None:
-        """Step one after the other."""
         for part in self.parts:
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of all, in their order."""
         return {_PARTS: [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
         for part, saved in zip(self.parts, state_dict[_PARTS], strict=True):
             part.load_state_dict(saved)
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its class; of several, those of all."""
     return " + ".join(type(part).__qualname__ for part in optimizers_of(optimizer))
 
 

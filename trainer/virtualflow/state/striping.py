@@ -125,7 +125,6 @@ def announce(described: list[Any]) -> dict[Path, Tensor]:
 
 
 def join(thin: Tree, stripes: dict[Path, Tensor]) -> None:
-    """Put the stripes in their places."""
     for path, tensor in stripes.items():
         _put(thin, path, tensor)
 

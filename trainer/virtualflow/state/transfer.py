@@ -108,9 +108,7 @@ def move_state(
     """Bring the state of the donors to the receivers; all members take part.
 
     Args:
-        communicator: of the generation.
         donors: ranks of those who have it, the first of them sends what is not striped.
-        receivers: ranks of those who get it.
         packed: this member's, if it is a donor.
         land: where a receiver wants it.
         settings: in what pieces it travels; the same for all.

@@ -55,7 +55,6 @@ class Standing:
 
     @classmethod
     def from_bytes(cls, block: Tensor) -> Standing:
-        """The inverse of :meth:`to_bytes`."""
         numbers = _STANDING.unpack(block.numpy().tobytes())
         has_state, exchanges, step, signature, supported = numbers[:5]
         claim = Claim(Generation(*numbers[5:7]), bool(supported), Generation(*numbers[7:9]))
@@ -79,7 +78,6 @@ class Origin:
 
     @classmethod
     def from_bytes(cls, block: Tensor) -> Origin:
-        """The inverse of :meth:`to_bytes`."""
         incarnation, counter, step, model = _ORIGIN.unpack(block.numpy().tobytes())
         return cls(Mark(Generation(incarnation, counter), step), model)
 

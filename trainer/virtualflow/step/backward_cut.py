@@ -35,10 +35,8 @@ class BackwardCut(StepPart):
     A level is the number of a block, from 0, and of what is registered between it and the next one.
 
     Args:
-        model: whose backward passes.
         blocks: of it with their names, in the order in which they run.
         backward: how far each goes.
-        virtual_nodes: of the job.
 
     Raises:
         ConfigurationError: fewer than two of the blocks have parameters.
@@ -82,11 +80,9 @@ class BackwardCut(StepPart):
 
     @property
     def description(self) -> str:
-        """What of it defines the result."""
         return self._backward.describe(self.names)
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self.abandon()
         for handle in self._handles:
             handle.remove()
@@ -94,12 +90,10 @@ class BackwardCut(StepPart):
     # --- the decision, in levels --------------------------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt at a step begins."""
         self._step = attempt.number
         attempt.work = self.work(attempt.computes, attempt.number)
 
     def cut(self, virtual_node: int, step: int) -> int:
-        """The first level that a virtual node's pass reaches."""
         fraction = self._backward.fraction(step, virtual_node, self._virtual_nodes)
         return WHOLE if fraction == 1 else len(self.names) - blocks_reached(fraction, len(self.names))
 
@@ -133,14 +127,12 @@ class BackwardCut(StepPart):
     # --- a virtual node -----------------------------------------------------------------------------------------------
 
     def before_pass(self, attempt: Attempt) -> None:
-        """The script computes a virtual node."""
         self._cut = self._last_cut = self.cut(attempt.present.virtual_node, attempt.number)
         self._behind = ""
         self._former.clear()
         attempt.whole = self._cut == WHOLE
 
     def after_pass(self, attempt: Attempt) -> None:
-        """It has."""
         self.abandon()
 
     def abandon(self) -> None:
@@ -194,13 +186,6 @@ class BackwardCut(StepPart):
 
 
 class _Levels:
-    """On which level parameters and modules are.
-
-    Args:
-        model: whose.
-        blocks: of it, in the order in which they run.
-    """
-
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self.parameters: dict[int, int] = {}
         """By identity: of several places, the one that most passes reach."""
@@ -217,7 +202,6 @@ class _Levels:
         """Those that a pass reaches or not, as a whole. What is in several places may be called in any of them."""
 
     def _visit(self, module: nn.Module) -> None:
-        """In the order of registration, also what is there twice."""
         number = self._numbers.get(id(module))
         self._level = self._level if number is None else number
         holds_blocks = number is None and any(id(part) in self._numbers for part in module.modules())

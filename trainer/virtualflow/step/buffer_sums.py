@@ -28,7 +28,6 @@ def choose_sums(model: nn.Module, kinds: Mapping[str, BufferKind] | None) -> tup
     """The names of the buffers whose changes are added up, in the model's order.
 
     Args:
-        model: whose buffers.
         kinds: what a script says, by names or patterns such as ``"*.load"``.
 
     Raises:
@@ -65,8 +64,6 @@ def add_up_changes(
 
     Args:
         templates: one for each buffer, of its shape and the type of its changes.
-        summation: the order in which virtual nodes are added up.
-        headers: of all members.
         holdings: the virtual nodes of their records, ascending; ``None``: the records are in the order to add them up.
     """
     told = [changes for header in headers for changes in header.summed]

@@ -44,7 +44,6 @@ class _Buffer:
         return present is not self.tensor or not _same_bytes(self.tensor, self.baseline)
 
     def has_grown(self) -> bool:
-        """Whether it is a cache that has another shape now."""
         present = self.module._buffers[self.attribute]
         cache = self.attribute in self.module._non_persistent_buffers_set
         return cache and present is not None and present.shape != self.tensor.shape
@@ -56,7 +55,6 @@ class _Buffer:
         self.baseline = self.tensor.detach().clone()
 
     def put(self, value: Tensor) -> None:
-        """Set the module's value, in the tensor that it had at first."""
         with torch.no_grad():
             self.tensor.copy_(value)
         self.module._buffers[self.attribute] = self.tensor
@@ -81,7 +79,6 @@ class _Routine:
         return not (self.others and any(_differ(self.others)))
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies of the averaged and the copied buffers, and the baseline put back."""
         middle, found = len(self.schema.averaged), []
         for names, kind in ((self.schema.averaged, slice(middle)), (self.schema.copied, slice(middle, None))):
             values = []
@@ -203,7 +200,6 @@ class BufferTracker:
         ]
 
     def added(self, changes: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Their values behind a step that has changed them by so much."""
         return {
             name: (buffer.baseline.to(change.dtype) + change.to(buffer.baseline.device)).to(buffer.tensor.dtype)
             for (name, buffer), change in zip(self._sums.items(), changes, strict=True)
@@ -247,16 +243,13 @@ class BufferTracker:
                 )
 
     def changed(self, values: Mapping[str, Tensor]) -> set[str]:
-        """The names of those that differ from what the step began with."""
         same = _same(list(values.values()), [self._buffers[name].baseline for name in values])
         return {name for name, equal in zip(values, same, strict=True) if not equal}
 
     def baseline(self, name: str) -> Tensor:
-        """A copy of what a buffer began the step with."""
         return self._buffers[name].baseline.clone()
 
     def restore(self) -> None:
-        """Put the baseline back: the attempt is aborted."""
         for buffer in self._buffers.values():
             if buffer.has_grown():
                 buffer.keep()
@@ -276,7 +269,6 @@ class BufferTracker:
             buffer.module._buffers[buffer.attribute] = buffer.tensor
 
     def templates(self, names: Sequence[str]) -> list[Tensor]:
-        """One tensor per name, with its shape, dtype and device."""
         return [self._buffers[name].tensor for name in names]
 
     def copied_bytes(self, schema: Schema) -> int:
@@ -284,7 +276,6 @@ class BufferTracker:
         return sum(tensor.nbytes for tensor in self.templates(schema.copied))
 
     def read_copied(self, schema: Schema, raw: bytes) -> dict[str, Tensor]:
-        """The copied buffers from a header."""
         values, at = {}, 0
         for name, tensor in zip(schema.copied, self.templates(schema.copied), strict=True):
             part = bytearray(raw[at : at + tensor.nbytes])
@@ -312,7 +303,6 @@ def _averages(tensor: Tensor) -> bool:
 
 
 def _differ(buffers: Sequence[_Buffer]) -> list[bool]:
-    """:meth:`_Buffer.differs` of each."""
     if not buffers or buffers[0].tensor.is_cpu:
         return [buffer.differs() for buffer in buffers]
     here = [buffer for buffer in buffers if buffer.module._buffers[buffer.attribute] is buffer.tensor]
@@ -342,7 +332,6 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _as_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as integers."""
     bits = _BITS.get(a.dtype.itemsize)
     if bits is not None:
         return a.detach().view(bits), b.detach().view(bits)
@@ -365,7 +354,6 @@ class Switches:
         """Those that an inner loop has ever left otherwise than it found them: part of the state."""
 
     def begin(self) -> None:
-        """An attempt begins."""
         self.trained = self._read()
 
     def _read(self) -> tuple[bool, ...]:
@@ -382,11 +370,7 @@ class Switches:
         return places
 
     def refuse(self) -> None:
-        """Blocks have been loaded as they were frozen when the attempt began, for all virtual nodes.
-
-        Raises:
-            ConfigurationError: the script has frozen or unfrozen a parameter since.
-        """
+        """Blocks have been loaded as they were frozen when the attempt began, for all virtual nodes."""
         for (name, parameter), before in zip(self._named, self.trained, strict=True):
             if parameter.requires_grad is not before:
                 raise ConfigurationError(
@@ -396,22 +380,18 @@ class Switches:
                 )
 
     def commit(self, switched: frozenset[int]) -> None:
-        """The step is made, and its first virtual node has frozen or unfrozen these."""
         for place in switched:
             self._parameters[place].requires_grad_(not self.trained[place])
         self._ever |= switched
 
     def steadily(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are trained when a virtual node begins, with their names."""
         return (named for named, trained in zip(self._named, self.trained, strict=True) if trained)
 
     @property
     def state(self) -> dict[str, bool]:
-        """Of the parameters that an inner loop has ever switched: which are trained."""
         return {name: parameter.requires_grad for name, parameter in (self._named[n] for n in sorted(self._ever))}
 
     def restore(self, state: Mapping[str, bool]) -> None:
-        """Take them over from a state that was restored."""
         for place, (name, parameter) in enumerate(self._named):
             if name in state:
                 self._ever.add(place)

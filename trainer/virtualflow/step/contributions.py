@@ -21,11 +21,7 @@ class Contributions:
     """The contributions of one worker.
 
     Args:
-        summation: the order in which virtual nodes are added up.
-        buffers: the model's.
-        parameters: how many the model has.
         summed: averaged buffers that are added up with the gradients: those known when the attempt began.
-        offload: where sums wait that are too many for the device.
     """
 
     def __init__(
@@ -55,14 +51,12 @@ class Contributions:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The virtual nodes that are among them, ascending."""
         return tuple(
             node for first in sorted(self._records) for node in range(first, first + self._records[first].virtual_nodes)
         )
 
     @property
     def records(self) -> list[NodeRecord]:
-        """Of the virtual nodes in their order."""
         return [self._records[node] for node in sorted(self._records)]
 
     def add(
@@ -78,11 +72,7 @@ class Contributions:
 
         Args:
             node: which one, or the first of them.
-            record: beside its gradients.
-            gradients: one place for each parameter; they are used up.
             given: which of them it had. Some of these may have set out or be added up already, and are ``None``.
-            weight: the factor of its sums.
-            added: the sums of those that are added up.
         """
         sums: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
         self._given = list(map(or_, self._given, given))
@@ -93,9 +83,6 @@ class Contributions:
         """Add those of several virtual nodes whose gradients are summed up already.
 
         Args:
-            records: of each of them.
-            parts: sums of their gradients; they are used up.
-            given: which of these any of them had.
             unit: samples of a contribution whose weight is 1.
         """
         sums = Accumulator(self._summation)
@@ -142,7 +129,6 @@ class Contributions:
     # --- for the exchange ---------------------------------------------------------------------------------------------
 
     def wanted_schema(self) -> Schema:
-        """The names among them that are not in the sums."""
         records = self._records.values()
         metrics = {name for record in records for name in record.metrics}
         averaged = {name for record in records for name in record.averaged}
@@ -162,7 +148,6 @@ class Contributions:
         return [*self._given, *changed]
 
     def complete_records(self, schema: Schema) -> list[NodeRecord]:
-        """The records with a value for every copied buffer of the schema."""
         for record in self._records.values():
             for name in schema.copied:
                 if record.samples and name not in record.copied:
@@ -202,10 +187,6 @@ def take_gradients(named: Sequence[tuple[str, nn.Parameter]], settled: Settled) 
     """Take a virtual node's gradients out of the model, so that autograd makes new tensors for the next one.
 
     Every gradient that is there counts, also that of a parameter that the script has frozen since its backward pass.
-
-    Args:
-        named: all parameters.
-        settled: what has come of some gradients already.
 
     Returns:
         What is still to be added up, and at which places the virtual node had a gradient.

@@ -57,7 +57,6 @@ def cut_unit(parameter: Tensor, block: int) -> int:
     """At multiples of how many elements a contiguous parameter may be cut.
 
     Args:
-        parameter: of that type.
         block: elements of a block of the norm (``reduction.norm``); none is cut.
     """
     return math.lcm(block, max(1, _ALIGNMENT // parameter.itemsize))
@@ -70,7 +69,6 @@ def try_slices(optimizer: torch.optim.Optimizer, block: int, device: torch.devic
 
     Args:
         optimizer: any; a copy of it is stepped.
-        block: see :func:`cut_unit`.
         device: on which it steps; ``None``: on that of its parameters.
     """
     known, key = _verdicts.setdefault(optimizer, {}), (block, device)
@@ -165,7 +163,6 @@ class _Trial:
         self._changed: set[int] = set()
 
     def draw_gradient(self, step: int, place: int) -> Tensor:
-        """For one of its parameters, with elements of very different sizes."""
         value = self._values[place]
         draw = torch.Generator().manual_seed(1_000 * (step + 1) + place)
         drawn = torch.randn(value.shape, generator=draw) * torch.randn(value.shape, generator=draw).mul_(2.0).exp_()
@@ -183,7 +180,6 @@ class _Trial:
         self._changed |= {place for place, (value, before) in pairs if not torch.equal(value, before)}
 
     def has_changed(self) -> bool:
-        """Whether its steps have changed every parameter."""
         return len(self._changed) == len(self._values)
 
     def compare(self, whole: _Trial) -> dict[str, int] | None:
@@ -211,14 +207,12 @@ class _Trial:
         return grains
 
     def _rest(self) -> list[dict[str, Any]]:
-        """The optimizer's own numbers, and each group's options."""
         own = {name: value for name, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)}
         groups = self._optimizer.param_groups
         return [own, *({name: _bits(value) for name, value in group.items() if name != "params"} for group in groups)]
 
 
 def _state_like(state: dict[str, Any], like: nn.Parameter, parameter: nn.Parameter) -> dict[str, Any]:
-    """The state that a parameter may have where another one has this."""
     return {
         key: value.new_full(parameter.shape, value.reshape(-1)[0].item(), device=parameter.device)
         if isinstance(value, Tensor) and value.shape == like.shape and value.numel()

@@ -67,7 +67,6 @@ class Tuner:
             self._choose()
 
     def forbid(self) -> None:
-        """No micro-batch may hold more than one virtual node from now on."""
         self._cap = 1
         self._choose()
 
@@ -75,7 +74,6 @@ class Tuner:
         """Take note of an attempt with micro-batches of :attr:`width`.
 
         Args:
-            seconds: its time for each virtual node.
             usage: its memory, ``None`` when that was not, or cannot be measured.
         """
         if not self.exploring:

@@ -47,7 +47,6 @@ class GhostBatchNorm:
             self._replaced.append(split)
 
     def undo(self) -> None:
-        """Give every batch norm its own forward back."""
         self.sizes = ()
         for split in self._replaced:
             if vars(split.module).get("forward") is split:
@@ -73,8 +72,6 @@ class GhostBatchNorm:
 
 
 class _SplitForward:
-    """The forward of one batch norm."""
-
     def __init__(self, module: _BatchNorm, name: str, owner: GhostBatchNorm | None) -> None:
         self.module = module
         self.name = name

@@ -71,16 +71,7 @@ _WARY = 64
 
 
 class GradientSync:
-    """What a worker contributes to a step, and its part in the reduction.
-
-    Args:
-        model: its parameters and buffers.
-        summation: the order in which virtual nodes are added up.
-        micro_batch: samples of a virtual node.
-        settings: how gradients travel.
-        reducer: reduces them between workers.
-        sums: buffers whose changes are added up.
-    """
+    """What a worker contributes to a step, and its part in the reduction."""
 
     def __init__(
         self,
@@ -141,8 +132,6 @@ class GradientSync:
 
         Args:
             computes: the virtual nodes that this worker is about to compute, ascending.
-            most: the most that any worker holds.
-            resumes: together with those that it has :attr:`kept`.
             planned: samples of the whole step, if none of them is dropped; ``None`` where nobody knows.
         """
         self._planned, self._promised = planned, None
@@ -163,12 +152,7 @@ class GradientSync:
             parameter.grad = None
 
     def expect(self, samples: int, virtual_nodes: int = 1) -> None:
-        """A micro-batch of this worker is about to run, not its last: gradients may be added up as they come.
-
-        Args:
-            samples: those of the micro-batch.
-            virtual_nodes: how many it stands for.
-        """
+        """A micro-batch of this worker is about to run, not its last: gradients may be added up as they come."""
         if not self._overlap.one_by_one:
             return
         node = self._order[self._taken]
@@ -186,11 +170,7 @@ class GradientSync:
         """The last micro-batch of this worker is about to run, so the reduction may begin with it.
 
         Args:
-            collectives: the communicator of the running generation.
-            holdings: the virtual nodes of each of its members.
-            samples: those of that micro-batch.
             of_step: those of the whole global batch, ``None`` where only the headers will tell.
-            virtual_nodes: how many it stands for.
         """
         node = self._order[self._taken]
         self._promised = None if of_step is None or self._open else self._unit / of_step
@@ -229,7 +209,6 @@ class GradientSync:
 
     @property
     def begun(self) -> bool:
-        """Whether any gradient has come of the virtual node that runs."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 return True
@@ -248,8 +227,6 @@ class GradientSync:
 
         Args:
             samples: how many its micro-batch had; fewer than usual weigh less, none weigh nothing.
-            metrics: what the user's code has logged for it.
-            virtual_nodes: how many its micro-batch stands for.
             weight: what it counts by, if not by its samples.
 
         Raises:
@@ -274,7 +251,6 @@ class GradientSync:
         virtual_nodes: int = 1,
         weight: float | None = None,
     ) -> NodeRecord:
-        """What a virtual node has left behind beside gradients; the buffers are put back."""
         record = NodeRecord(samples, metrics, virtual_nodes=virtual_nodes, told=weight)
         if samples:
             if self._buffers.sums:
@@ -291,7 +267,6 @@ class GradientSync:
 
     @property
     def sums(self) -> Sequence[str]:
-        """The buffers whose changes are added up."""
         return self._buffers.sums
 
     @property
@@ -331,7 +306,6 @@ class GradientSync:
             self.forget_contributions()
 
     def forget_contributions(self) -> None:
-        """They have been reduced, or are not needed."""
         known = len(self._parameters), self.schema.averaged
         self._contributions = Contributions(self._summation, self._buffers, *known, self.offload)
 
@@ -501,7 +475,6 @@ class GradientSync:
     # --- a life -------------------------------------------------------------------------------------------------------
 
     def settle(self, schema: Schema) -> None:
-        """Take over the names of a state that was restored."""
         self.schema = self.settled = schema
         self._begin_anew()
 
@@ -514,7 +487,6 @@ class GradientSync:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Another step comes than the one that was attempted."""
         self._order, self._taken, self._buffers.begun = (), 0, False
         self.forget_contributions()
 
@@ -531,10 +503,8 @@ class GradientSync:
         self._reducer.share(owners)
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self._overlap.close()
 
 
 def _by_node(weights: Sequence[float], holdings: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Of each virtual node, where each has a record of its own."""
     return dict(zip((node for holding in holdings for node in holding), weights, strict=True))

@@ -35,13 +35,8 @@ class Guard(StepPart):
     """Watches the user's code in one worker.
 
     Args:
-        model: whose parameters.
-        optimizer: that the library steps.
         travels: whether a joiner gets an object's state, so that the script may step it between two steps.
-        schedulers: that the library knows.
         sharded: whether each worker keeps a share of the optimizer only.
-        settings: how often contents are looked at.
-        warn: tells the user.
     """
 
     def __init__(
@@ -76,7 +71,6 @@ class Guard(StepPart):
         self._hook = _watch_steps(self._on_step)
 
     def close(self) -> None:
-        """Leave torch as it was."""
         self._hook.remove()
 
     # --- parameters ---------------------------------------------------------------------------------------------------
@@ -233,7 +227,6 @@ class Guard(StepPart):
                 )
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called by torch before any optimizer of this process steps."""
         name = type(optimizer).__name__
         if self.place == "library" or (self.place == "between steps" and self._travels(optimizer)):
             return

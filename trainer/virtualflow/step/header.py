@@ -56,20 +56,16 @@ class Schema:
     """Buffers of other types that have changed: the first virtual node's value counts, as rank 0's does in DDP."""
 
     def merge(self, other: Schema) -> Schema:
-        """Both schemas in one, with names in order."""
         return Schema(*(tuple(sorted({*a, *b})) for a, b in zip(self.parts(), other.parts(), strict=True)))
 
     def parts(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The three kinds of names."""
         return self.metrics, self.averaged, self.copied
 
     def to_json(self) -> list[list[str]]:
-        """As JSON."""
         return [list(part) for part in self.parts()]
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[str]]) -> Schema:
-        """The inverse of :meth:`to_json`."""
         return cls(*(tuple(str(name) for name in part) for part in value))
 
 
@@ -93,7 +89,6 @@ class NodeRecord:
 
     @property
     def weight(self) -> float:
-        """What it counts by: its samples, where the script has said nothing else."""
         return self.samples if self.told is None else self.told
 
 
@@ -305,7 +300,6 @@ def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]
 
     Args:
         headers: of all members, with samples of one virtual node at least.
-        holdings: their virtual nodes, ascending.
     """
     firsts = {}
     for header, holding in zip(headers, holdings, strict=True):
@@ -351,9 +345,6 @@ def combine_metrics(
     A metric that some virtual nodes did not log is the mean over those that did.
 
     Args:
-        schema: with the names.
-        summation: the order in which virtual nodes are added up.
-        headers: of all members.
         holdings: the virtual nodes of their records, ascending; ``None``: the records are in the order to add them up.
     """
     weights = [weight for header in headers for weight in header.weights]

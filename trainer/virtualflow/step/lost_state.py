@@ -48,7 +48,6 @@ def find_lost_state(optimizer: torch.optim.Optimizer, scheduler: Any, companions
     """A sentence that names what would be lost where the training is resumed, and says what to do.
 
     Args:
-        optimizer: one or several.
         scheduler: likewise; ``None`` for none.
         companions: what else travels, by name.
 
@@ -81,18 +80,15 @@ def find_lost_state(optimizer: torch.optim.Optimizer, scheduler: Any, companions
 
 
 def _is_torchs(of: Any) -> bool:
-    """Whether it is torch's own, whose states are complete."""
     return getattr(of, "__module__", "").startswith("torch.")
 
 
 def _refer(one: Any, other: Any) -> bool:
-    """Whether one of two objects has the other as an attribute."""
     pairs = ((one, other), (other, one))
     return any(value is of for holder, of in pairs for value in getattr(holder, "__dict__", {}).values())
 
 
 def _try(things: list[Any], companions: list[Any], step: Callable[[_Copies, int], None]) -> list[str]:
-    """Names of the attributes that are lost."""
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps that are not in their order
         first = _Copies(things, companions)
@@ -137,13 +133,6 @@ def _step_scheduler(copies: _Copies, number: int) -> None:
 
 
 class _Copies:
-    """What a new process would have of some objects that belong together.
-
-    Args:
-        things: optimizers, and perhaps a scheduler before them.
-        companions: others that travel.
-    """
-
     def __init__(self, things: list[Any], companions: list[Any]) -> None:
         roots = [*things, *companions]
         reached = list(_walk(roots))
@@ -176,7 +165,6 @@ class _Copies:
         self._companions = [copy.deepcopy(each, known) for each in companions]
 
     def become(self, other: _Copies) -> None:
-        """Get that one's state, as a joiner does."""
         with torch.no_grad():
             for mine, theirs in zip(self.parameters, other.parameters, strict=True):
                 mine.copy_(theirs)
@@ -187,20 +175,17 @@ class _Copies:
             mine.load_state_dict(snapshot(theirs.state_dict()))
 
     def _pairs(self, other: _Copies) -> Iterator[tuple[Any, Any]]:
-        """What has a state of its own beside the optimizers'."""
         for mine, theirs in zip(self.things, other.things, strict=True):
             if not isinstance(mine, torch.optim.Optimizer):
                 yield mine, theirs
         yield from zip(self._companions, other._companions, strict=True)
 
     def differing(self, other: _Copies) -> list[str]:
-        """Attributes of the first of the things that are others than there."""
         here, there = vars(self.things[0]), vars(other.things[0])
         names = [name for name in here if name not in _COVERED and not name.startswith("_optimizer_")]
         return [name for name in names if name not in there or not _alike(here[name], there[name], _DEPTH, set())]
 
     def values(self) -> str:
-        """A hash of all that a training would see of them."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for optimizer in self._optimizers

@@ -33,9 +33,6 @@ class MicrobatchFusion(StepPart):
     Args:
         model: its batch norms are taken over until :meth:`close`, if ``batch_norm`` says so.
         cap: the most virtual nodes of a micro-batch; ``None`` for no limit but memory. 1 in a ``bitwise`` job.
-        micro_batch: samples of a virtual node.
-        batch_norm: over which samples batch norm normalises.
-        settings: how sizes are measured.
         memory: how much may be used.
     """
 
@@ -60,11 +57,9 @@ class MicrobatchFusion(StepPart):
 
     @property
     def width(self) -> int:
-        """The most virtual nodes of a micro-batch at present."""
         return self._tuner.width
 
     def enter(self, assigned: range) -> None:
-        """This worker is assigned these virtual nodes from now on."""
         self._assigned = assigned
         self._tuner.assign(len(assigned))
 
@@ -81,7 +76,6 @@ class MicrobatchFusion(StepPart):
         attempt.portions = chunks(self._assigned, self._tuner.width)
 
     def before_pass(self, attempt: Attempt) -> None:
-        """The user's code gets this micro-batch."""
         batch = attempt.present
         if self._ghost is not None:
             self._ghost.sizes = tuple(size for size in batch.counts if size)
@@ -111,7 +105,6 @@ class MicrobatchFusion(StepPart):
             )
 
     def close(self) -> None:
-        """Leave the model as it was."""
         if self._ghost is not None:
             self._ghost.undo()
 

@@ -44,10 +44,7 @@ class OptimizerStep:
     """Steps the parameters of a model.
 
     Args:
-        model: whose parameters.
-        options: what happens at a step.
         reduction: of what a norm is made, and how new values of a sharded optimizer travel.
-        transfer: how its states do.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class OptimizerStep:
         return self._wanted.scheduler is not None and self._wanted.scheduler_interval != "manual"
 
     def begin(self) -> None:
-        """An attempt begins."""
         if self._wanted.scaler is not None and self._parameters:
             # A scaler comes into being when it first scales; a worker without samples must be able to step it, too.
             self._wanted.scaler.scale(torch.ones((), device=self._parameters[0].device))
@@ -159,13 +155,11 @@ class OptimizerStep:
         self.in_portions = None
 
     def schedule(self, epoch_ends: bool) -> None:
-        """Let the scheduler go on, if it is its time."""
         interval = self._wanted.scheduler_interval
         if self.steps_scheduler and (interval == "step" or epoch_ends):
             self._wanted.scheduler.step()
 
     def undo(self) -> None:
-        """The attempt is aborted: put back what a portion has stepped."""
         if self.in_portions is not None:
             self.in_portions.undo()
 

@@ -61,7 +61,6 @@ class Attempt:
 
     @property
     def present(self) -> MicroBatch:
-        """The micro-batch in hand, where there is one."""
         assert self.batch is not None
         return self.batch
 
@@ -133,11 +132,7 @@ class StepPart:
 
 
 class Parts:
-    """The parts of a run in their order: for each hook, those that have it.
-
-    Args:
-        parts: what is on.
-    """
+    """The parts of a run in their order: for each hook, those that have it."""
 
     def __init__(self, parts: Sequence[StepPart]) -> None:
         self.all = tuple(parts)
@@ -155,6 +150,5 @@ class Parts:
 
 
 def _having(parts: Sequence[StepPart], hook: Callable[..., None]) -> tuple[Any, ...]:
-    """The bound methods of those that override it."""
     name = hook.__name__
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not hook)

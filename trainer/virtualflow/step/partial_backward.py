@@ -131,7 +131,6 @@ class PartialBackward:
 
 
 def blocks_reached(fraction: float, blocks: int) -> int:
-    """How many of a model's blocks that is: the nearest number, at least one."""
     return max(1, math.floor(fraction * blocks + 0.5))
 
 

@@ -34,7 +34,6 @@ def why_not_separable(optimizer: torch.optim.Optimizer, block: int, device: torc
     Somebody would see that who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
 
     Args:
-        optimizer: any.
         block: see ``elementwise.cut_unit``.
         device: see ``elementwise.try_slices``.
     """
@@ -65,11 +64,9 @@ class StepInPortions:
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """What has been stepped so far."""
         return [parameter for parameter, _, _ in self._before]
 
     def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        """Step these parameters, in a way that can be undone."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self._optimizer.state.get(parameter)
             kept = None if state is None else {key: _copy(value) for key, value in state.items()}
@@ -80,7 +77,6 @@ class StepInPortions:
             parameter.grad = None
 
     def undo(self) -> None:
-        """Put everything back: the rest does not come."""
         with torch.no_grad():
             for parameter, value, state in self._before:
                 parameter.copy_(value)

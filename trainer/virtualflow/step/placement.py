@@ -52,7 +52,6 @@ class DevicePlacement:
         """They are there."""
 
     def visit(self, parameters: Sequence[nn.Parameter], work: Work, *, at_once: bool) -> None:
-        """All at once."""
         work(parameters)
 
 
@@ -62,10 +61,7 @@ class HostPlacement:
     If it treats each element for itself, it steps some parameters while the next ones come and the last ones return.
 
     Args:
-        optimizer: the optimizer; what it has of a state is moved.
-        memory: the host's.
         portion: bytes of parameters that are stepped together, but at least one parameter.
-        norm_block: see ``elementwise.cut_unit``.
     """
 
     device = HOST
@@ -78,7 +74,6 @@ class HostPlacement:
             self._bring_state(parameter)
 
     def await_gradients(self) -> None:
-        """See :class:`OptimizerPlacement`."""
         self._memory.finish()
 
     def visit(self, parameters: Sequence[nn.Parameter], work: Work, *, at_once: bool) -> None:
@@ -92,7 +87,6 @@ class HostPlacement:
             self._work_on(portion, there, work)
 
     def _divide(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """In portions, at least one."""
         portions: list[list[nn.Parameter]] = [[]]
         room = self._portion
         for parameter in parameters:

@@ -35,11 +35,7 @@ LOOKS_AHEAD = (
 
 
 class Repetition:
-    """Compares two computations of one virtual node.
-
-    Args:
-        model: whose gradients.
-    """
+    """Compares two computations of one virtual node."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = list(model.named_parameters())
@@ -52,7 +48,6 @@ class Repetition:
         return self._first is not None
 
     def note(self) -> None:
-        """The first one is there."""
         self._first = self._gradients()
         self._graphs.watch()
 
@@ -102,11 +97,7 @@ def forget_cached_weights() -> None:
 
 
 class KeptGraphs:
-    """Refuses a backward pass through a graph that was there before.
-
-    Args:
-        model: whose parameters are named.
-    """
+    """Refuses a backward pass through a graph that was there before."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -123,7 +114,6 @@ class KeptGraphs:
                     self._hooks.append(tensor.grad_fn.register_prehook(_Refusal(text)))
 
     def forget(self) -> None:
-        """From now on it may."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -147,7 +137,6 @@ def _describe(tensor: Tensor, names: Mapping[int, str]) -> str:
 
 
 def _parameters_of(tensor: Tensor, names: Mapping[int, str]) -> Iterator[str]:
-    """Those that a tensor was made of, the nearest first."""
     front, seen = [tensor.grad_fn], set()
     while front:
         node = front.pop(0)

@@ -69,7 +69,6 @@ class Shards:
         clip_norm: the most that the norm of the gradient may be.
         clip_value: the most that each of its elements may be.
         reduction: how new values travel, and of what a norm is made.
-        transfer: how states do.
         placement: where the optimizer steps.
     """
 
@@ -107,7 +106,6 @@ class Shards:
 
     @property
     def all(self) -> Spans:
-        """All parameters."""
         return self.row.all
 
     @property
@@ -141,7 +139,6 @@ class Shards:
 
         Args:
             gradients: for each parameter; ``None`` for others' and for those that have none.
-            present: which of all parameters have one.
         """
         self._gradients, self._present = gradients, list(present)
         self._decided = self._stepped = False
@@ -171,16 +168,13 @@ class Shards:
         self._decided = True
 
     def _sent_by(self, rank: int) -> list[Stretch]:
-        """The pieces of that member's own share that the step changes."""
         return [piece for piece in self._first_pieces[rank] if self._present[piece.place]]
 
     def _count_blocks(self, rank: int) -> int:
-        """Of how many blocks that member computes the norms."""
         block = self._settings.norm_block
         return sum(count_blocks(piece.end - piece.begin, block) for piece in self._sent_by(rank))
 
     def _gradients_of(self, pieces: Sequence[Stretch]) -> dict[Stretch, Tensor]:
-        """The reduced gradients of some pieces of this worker's share."""
         assert self._gradients is not None
         found = {}
         for piece in pieces:
@@ -243,7 +237,6 @@ class Shards:
         self.values = self.all
 
     def settle(self) -> None:
-        """The step is committed, or aborted and forgotten."""
         self._gradients, self._norm = None, None
         self._decided = self._stepped = False
 
@@ -275,17 +268,14 @@ class Shards:
         self._kept.keep(spans)
 
     def drop_borrowed(self) -> None:
-        """Forget the states that came only to be written down."""
         self._kept.drop_borrowed()
 
     def detach_states(self) -> dict[Tensor, Any]:
-        """Take all states out of the optimizer, for :meth:`attach_states`."""
         states = dict(self._optimizer.state)
         self._optimizer.state.clear()
         return states
 
     def attach_states(self, states: dict[Tensor, Any]) -> None:
-        """Put them back."""
         self._optimizer.state.update(states)
 
     def pass_values(self, communicator: Moving, moves: Sequence[Move]) -> None:
@@ -335,7 +325,6 @@ class Shards:
         return [None if state is None else dict(state), hosted]
 
     def _value(self, piece: Stretch) -> Tensor:
-        """A piece of a parameter, in its memory."""
         parameter = self._parameters[piece.place]
         return parameter.detach() if self.row.is_whole(piece) else flat(parameter)[piece.begin : piece.end]
 
@@ -347,11 +336,6 @@ def row_of(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer,
     """The row in which parameters stand to be shared out.
 
     One that is not contiguous stays whole, and one that no optimizer steps costs nothing.
-
-    Args:
-        parameters: all of the model's.
-        optimizer: which steps some of them.
-        block: elements of a block of the norm; none is cut.
     """
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return Row(

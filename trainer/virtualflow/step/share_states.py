@@ -24,9 +24,6 @@ class ShareStates:
     """States of what stands in some spans of a row of parameters; at first of everything.
 
     Args:
-        optimizer: whose.
-        parameters: the parameters in the row.
-        row: the row.
         grains: for each parameter how its state is cut with it (``elementwise.Verdict``).
     """
 
@@ -94,7 +91,6 @@ class ShareStates:
                 self._optimizer.state[self._parameters[place]] = state  # beside those of its slices
 
     def drop_borrowed(self) -> None:
-        """Forget the states that came only to be written down."""
         if self._borrowed:
             self.keep(difference(self.spans, self._borrowed))
 
@@ -175,7 +171,6 @@ class ShareStates:
     def _step_part(
         self, optimizer: torch.optim.Optimizer, slices: Mapping[int, list[tuple[Stretch, nn.Parameter]]]
     ) -> None:
-        """Step one optimizer, to which slices are parameters meanwhile."""
         groups = optimizer.param_groups
         before = [group["params"] for group in groups]
         mine = [each for parameters in before for parameter in parameters for each in slices.get(id(parameter), ())]

@@ -37,9 +37,6 @@ class SpotChecker(StepPart):
     """One worker's part in the spot checks.
 
     Args:
-        model: whose gradients.
-        seed: of the job.
-        virtual_nodes: of the job.
         sample: the share of steps with a check, above 0 and up to 1.
     """
 
@@ -66,7 +63,6 @@ class SpotChecker(StepPart):
             self.note(attempt.told.weight)
 
     def header(self) -> Mapping[str, int]:
-        """The hash of what is checked."""
         return {"check": self.value}
 
     def check_headers(self, communicator: Collectives, headers: Sequence[StepHeader]) -> None:

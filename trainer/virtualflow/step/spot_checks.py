@@ -32,7 +32,6 @@ class SpotCheck:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Both workers."""
         return self.holder, self.checker
 
 
@@ -50,9 +49,7 @@ def choose_virtual_node(seed: int, step: int, virtual_nodes: int, sample: float)
     """The number of the check that is due in a step, and its virtual node; ``None``: none is.
 
     Args:
-        seed: of the job.
         step: counted from 1.
-        virtual_nodes: of the job.
         sample: the share of steps with a check, from 0 to 1.
     """
     drawn = derive_seed("spot checks", seed)
@@ -70,9 +67,6 @@ def choose_check(
 
     Args:
         seed: see :func:`choose_virtual_node`, as for the next three.
-        step: see there.
-        virtual_nodes: see there.
-        sample: see there.
         holdings: which virtual nodes each member contributes to the step, in the order of their ranks.
     """
     chosen = choose_virtual_node(seed, step, virtual_nodes, sample) if len(holdings) > 1 else None
@@ -98,7 +92,6 @@ def judge(check: SpotCheck, first: Mapping[int, int], again: Mapping[int, int], 
     Args:
         check: that two workers came to different gradients in.
         first: the hashes of the gradients that they came to, by rank.
-        again: those of the judges.
         names: of all members, in the order of their ranks.
     """
     what = f"of virtual node {check.virtual_node} in step {check.step}"

@@ -93,10 +93,7 @@ class StateWatch(StepPart):
     """Hashes parts of one worker's state.
 
     Args:
-        model: its parameters and persistent buffers.
-        optimizer: its state of the parameters.
         shares: instead of that, where it is sharded; ``None``: it is not.
-        settings: in how many parts.
     """
 
     def __init__(
@@ -143,7 +140,6 @@ class StateWatch(StepPart):
         self._enters = True
 
     def commit(self, attempt: Attempt) -> None:
-        """A step was applied."""
         self._enters = False
 
     def begin(self, attempt: Attempt) -> None:
@@ -151,11 +147,9 @@ class StateWatch(StepPart):
         self.take_up(attempt.number if len(attempt.holdings) > 1 else None)
 
     def header(self) -> Mapping[str, int]:
-        """The hash of this step's part."""
         return {"state": self.value}
 
     def check_headers(self, communicator: Collectives, headers: Sequence[StepHeader]) -> None:
-        """See that all are equal; see :meth:`compare`."""
         self.compare(communicator, [header.state for header in headers])
 
     def take_up(self, step: int | None) -> None:
@@ -191,15 +185,10 @@ class StateWatch(StepPart):
 
     @property
     def _common(self) -> int:
-        """The hash of what all have."""
         return hash_of(b"".join(struct.pack("<q", value) for _, value in self._hashes)) if self._hashes else 0
 
     def compare(self, collectives: Collectives, values: Sequence[int]) -> None:
         """See that all workers' hashes of this step's part are equal, and those of the shares balance.
-
-        Args:
-            collectives: of the running generation.
-            values: those of its members, in the order of their ranks.
 
         Raises:
             Diverged: they are not.
@@ -219,7 +208,6 @@ class StateWatch(StepPart):
         raise Diverged(find_keepers(self._step, agreed, [account.kept for account in accounts]))
 
     def _pieces(self, step: int) -> Iterator[Piece]:
-        """This step's part of parameters and buffers."""
         for piece in self._parts.get(step % self._sweep, ()):
             if piece.index < len(self._parameters) or not self._enters:
                 yield piece
@@ -245,7 +233,6 @@ class StateWatch(StepPart):
                     yield f"{name} ({key})", raw
 
     def _part_of_shares(self, step: int) -> Iterator[tuple[str, KeptPart]]:
-        """This step's part of what is kept here of a sharded optimizer's state, condensed."""
         if self._shares is None:
             return
         for piece in self._parts.get(step % self._sweep, ()):
@@ -256,16 +243,12 @@ class StateWatch(StepPart):
 
 
 class _KeptHash(msgspec.Struct, frozen=True, array_like=True):
-    """The hash of a part of a state that some keep."""
-
     name: str
     keepers: tuple[int, ...]
     value: int
 
 
 class _Account(msgspec.Struct, frozen=True, array_like=True):
-    """All hashes of a worker, for when they differ."""
-
     common: tuple[int, ...]
     kept: tuple[_KeptHash, ...]
 
@@ -297,9 +280,6 @@ def find_divergence(step: int, agreed: int, names: Sequence[str], rows: Sequence
     """Name the first tensor that differs, and who stands alone with it.
 
     Args:
-        step: see :class:`Divergence`.
-        agreed: see there.
-        names: of the tensors in this part.
         rows: each worker's hashes of them, in the order of the ranks; all different, or of different lengths, where
             workers do not even hold the same tensors.
     """
@@ -315,8 +295,6 @@ def find_keepers(step: int, agreed: int, told: Sequence[Sequence[_KeptHash]]) ->
     """Name the first tensor of which those who keep it have different ones; of two, nobody knows who is right.
 
     Args:
-        step: see :class:`Divergence`.
-        agreed: see there.
         told: what each worker keeps of this step's part, in the order of the ranks.
     """
     found: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}

@@ -29,17 +29,12 @@ class Update:
     """What a worker keeps for the sake of its updates.
 
     Args:
-        model: the model.
-        options: what happens at a step.
         summation: the order in which virtual nodes are added up.
-        micro_batch: samples of a virtual node.
-        reduction: how gradients travel.
         transfer: how states of a sharded optimizer travel.
         watch: how often states are compared; ``None``: never.
         spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
         choose: chooses how each bucket of gradients travels.
         cut: lets backward passes end early; ``None``: all are whole.
-        sums: buffers whose changes are added up.
     """
 
     def __init__(
@@ -90,7 +85,6 @@ class Update:
         resumes: bool = False,
         planned: int | None = None,
     ) -> None:
-        """Start an attempt; see :meth:`GradientSync.begin`."""
         self.sync.begin(computes, most, resumes=resumes, planned=planned)
         self.optimizer_step.begin()
 
@@ -108,7 +102,6 @@ class Update:
         """Reduce everything with the other workers.
 
         Args:
-            communicator: of the running generation.
             holdings: the virtual nodes of each of its members.
             number: of this synchronization, counted the same by all workers.
             offer: the generation that this worker could enter next, (0, 0) for none.
@@ -143,7 +136,6 @@ class Update:
         return reduced
 
     def abandon(self, *, keep: bool = False) -> None:
-        """The attempt is aborted: leave no trace of it; see :meth:`GradientSync.abandon`."""
         # What is under way ends before anything is put back.
         self.sync.abandon(keep=keep)
         if self.optimizer_step.in_portions is not None:
@@ -174,7 +166,6 @@ class Update:
         return self.pending
 
     def forget_pending(self) -> None:
-        """It is committed, or aborted."""
         self.pending = None
         if self.shards is not None:
             self.shards.settle()
@@ -185,8 +176,6 @@ class Update:
         """A generation is about to begin: settle with its members what schedules of it follow from.
 
         Args:
-            communicator: among them.
-            wish: of the first of them.
             holdings: the virtual nodes of each.
 
         Raises:
@@ -196,10 +185,8 @@ class Update:
         self.reducer.agree(communicator, wish, holdings, self._parameters, spare=spare)
 
     def enter(self) -> None:
-        """A generation begins."""
         self.sync.enter(None if self.shards is None else self.shards.shares.owners)
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self.sync.close()
         self.optimizer_step.undo()

@@ -38,7 +38,6 @@ class Activity:
     # --- for the training thread -------------------------------------------------------------------------------------
 
     def mark(self, stage: str, step: int) -> None:
-        """Something begins."""
         self._mark = stage, step, time.monotonic()
 
     def renew(self, waits: bool) -> None:
@@ -73,8 +72,6 @@ class Activity:
 
 
 class _Waiting:
-    """As long as others are waited for."""
-
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
 
@@ -146,13 +143,11 @@ def _awaited_loader(frame: FrameType | None) -> int | None:
 
 
 def _describe_process(process: int) -> str:
-    """A loader process, and what the kernel says of it."""
     state = _state(str(process))
     return f"loader process {process}, which is {_STATES.get(state, state)}" if state else f"loader process {process}"
 
 
 def _frames(frame: FrameType | None, most: int) -> list[FrameType]:
-    """Innermost first."""
     found: list[FrameType] = []
     while frame is not None and len(found) < most:
         found.append(frame)
@@ -168,7 +163,6 @@ def _stack(frame: FrameType | None, most: int) -> list[str]:
 
 
 def _state(task: str) -> str:
-    """One letter; empty where the kernel does not say."""
     try:
         with open(f"/proc/{task}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0].decode()

@@ -48,8 +48,6 @@ class FrameExchange:
 
 
 class _Arrival:
-    """A frame that is expected."""
-
     __slots__ = ("at", "content", "exchange", "head")
 
     def __init__(self, content: memoryview, exchange: FrameExchange) -> None:
@@ -60,8 +58,6 @@ class _Arrival:
 
 
 class _Departure:
-    """A frame that is to leave."""
-
     __slots__ = ("exchange", "views")
 
     def __init__(self, views: list[memoryview], exchange: FrameExchange) -> None:
@@ -69,12 +65,7 @@ class _Departure:
 
 
 class Channel:
-    """One connection, for one thread at a time.
-
-    Args:
-        connection: to the peer; belongs to the channel from now on.
-        peer: its name, for sentences.
-    """
+    """One connection, for one thread at a time."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         connection.setblocking(False)
@@ -95,27 +86,22 @@ class Channel:
 
     @property
     def interest(self) -> int:
-        """What to poll for."""
         moves = (select.POLLIN if self._incoming else 0) | (select.POLLOUT if self._outgoing else 0)
         return moves if self.closed else moves | CLOSED
 
     @property
     def expects(self) -> bool:
-        """Whether a frame is to come."""
         return bool(self._incoming)
 
     @property
     def leaves(self) -> bool:
-        """Whether a frame is to leave."""
         return bool(self._outgoing)
 
     @property
     def waits(self) -> bool:
-        """Whether a frame is to come or to leave."""
         return bool(self._incoming or self._outgoing)
 
     def expect(self, content: memoryview, exchange: FrameExchange) -> None:
-        """The next frame is to come here; its length is known."""
         exchange.left += 1
         self._incoming.append(_Arrival(content, exchange))
 
@@ -124,8 +110,6 @@ class Channel:
 
         Args:
             content: its bytes.
-            check: their checksum.
-            exchange: what it is a part of.
         """
         exchange.left += 1
         head = _write_head(len(content), check, self._sent)
@@ -155,7 +139,6 @@ class Channel:
                 return  # it is closed already
 
     def close(self) -> None:
-        """Cut it, and free the descriptor."""
         self.cut()
         self._connection.close()
 
@@ -248,9 +231,7 @@ class Lane:
     """The channels of one thread, by the peers' ranks.
 
     Args:
-        channels: see above.
         check: raises ``CommunicatorBroken`` if nothing is to be waited for any longer.
-        settings: how long is waited for what.
     """
 
     def __init__(
@@ -267,7 +248,6 @@ class Lane:
         """Those for which it may be something else now."""
 
     def expect(self, peer: int, content: memoryview, exchange: FrameExchange) -> None:
-        """See :meth:`Channel.expect`."""
         channel = self.channels[peer]
         channel.expect(content, exchange)
         self._moved.add(channel)
@@ -280,7 +260,6 @@ class Lane:
         self._moved.add(channel)
 
     def advance(self) -> None:
-        """Send and receive what goes without waiting."""
         for channel in self.channels.values():
             if channel.waits:
                 channel.advance()
@@ -288,14 +267,12 @@ class Lane:
 
     @property
     def leaves(self) -> bool:
-        """Whether something is still to leave."""
         return any(channel.leaves for channel in self.channels.values())
 
     def wait(self, done: Callable[[], bool], timeout: float) -> None:
         """Send and receive until it is done.
 
         Args:
-            done: see above.
             timeout: seconds in which nothing has moved that are too many: the last resort.
 
         Raises:
@@ -319,7 +296,6 @@ class Lane:
                 self._give_up(now - moved, timeout)
 
     def _poll_once(self, seconds: float) -> bool:
-        """Wait until something can move, and move it; whether anything has."""
         for channel in self._moved:
             interest = channel.interest
             if self._asked.get(channel.number) != interest:
@@ -355,6 +331,5 @@ class Lane:
             channel.cut()
 
     def close(self) -> None:
-        """Cut them, and free their descriptors."""
         for channel in self.channels.values():
             channel.close()

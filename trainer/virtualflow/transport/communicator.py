@@ -42,7 +42,6 @@ class LinkRendezvous:
         self._superseded = superseded
 
     def publish(self, key: str, value: bytes) -> None:
-        """Leave a value for the others."""
         self._link.publish(self._generation, key, value)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
@@ -65,12 +64,8 @@ class Communicator:
     """The collectives among the members of ``plan``, as its member number ``rank``.
 
     Args:
-        plan: the generation.
-        rank: see above.
         lanes: connections to the others, for the thread that trains and for one beside it; none for one that is alone.
         interrupted: asked while something is waited for; a sentence ends that.
-        settings: how long is waited for what.
-        activity: of the thread that trains.
     """
 
     def __init__(
@@ -163,7 +158,6 @@ class Communicator:
         return pending
 
     def start_messages(self, messages: Sequence[Message]) -> Pending:
-        """See `Collectives.start_messages`."""
         return self._start(messages)
 
     def _start(self, messages: Sequence[Message]) -> _Waiting:
@@ -242,7 +236,6 @@ class Communicator:
         stopped peer does when it wakes up.
 
         Args:
-            windows: see above.
             timeout: seconds in which nothing moves: the last resort.
 
         Raises:
@@ -256,19 +249,15 @@ class Communicator:
             raise
 
     def close(self) -> None:
-        """Take the connections down."""
         for lane in self._lanes:
             lane.close()
 
 
 class _Waiting:
-    """Messages under way."""
-
     def __init__(self, communicator: Communicator, exchange: FrameExchange) -> None:
         self._communicator, self._exchange = communicator, exchange
 
     def wait(self, timeout: float | None = None) -> None:
-        """See :meth:`Communicator.wait_until`."""
         exchange = self._exchange
         self._communicator.wait_until(lambda: not exchange.left, timeout)
 

@@ -89,7 +89,6 @@ class CopyClient:
 
     @contextlib.contextmanager
     def _request(self, method: str, headers: dict[str, str]) -> Iterator[http.client.HTTPConnection]:
-        """A connection of its own, on which the head of a request has been sent."""
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=self._settings.connect_timeout)
         try:

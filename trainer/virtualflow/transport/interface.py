@@ -83,7 +83,6 @@ class Alone:
 
     @property
     def beside(self) -> Alone:
-        """The same."""
         return self
 
     def all_gather(self, block: Tensor) -> Tensor:
@@ -91,12 +90,10 @@ class Alone:
         return block.unsqueeze(0)
 
     def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
-        """Copy."""
         out.copy_(block)
         return DONE
 
     def start_messages(self, messages: Sequence[Message]) -> Pending:
-        """There is nobody to send to."""
         assert not messages
         return DONE
 
@@ -104,7 +101,6 @@ class Alone:
         """Nothing leaves."""
 
     def settle(self, outcome: Future[T]) -> T:
-        """Wait."""
         return outcome.result()
 
     def cut(self) -> None:

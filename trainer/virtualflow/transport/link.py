@@ -120,7 +120,6 @@ class Link:
 
     @property
     def started(self) -> bool:
-        """Whether :meth:`start` was called."""
         return self._thread.ident is not None
 
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
@@ -162,7 +161,6 @@ class Link:
             self.changed.notify_all()
 
     def publish(self, generation: m.Generation, key: str, value: bytes) -> None:
-        """Tell the other members of a generation a key of its rendezvous."""
         message = m.Publish(generation, key, value)
         with self.changed:
             self._keys[generation, key] = value
@@ -179,7 +177,6 @@ class Link:
         return self._granted >= self._asked
 
     def lookup(self, generation: m.Generation, key: str) -> bytes | None:
-        """A key of a generation's rendezvous, if it has arrived."""
         return self._keys.get((generation, key))
 
     def flush(self, timeout: float) -> bool:
@@ -196,7 +193,6 @@ class Link:
         return 0.0 if self.connected else time.monotonic() - self._lost_at
 
     def close(self) -> None:
-        """End the thread and the connection."""
         self._closing.set()
         self._stir()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

@@ -43,11 +43,7 @@ class MeshRendezvous(Protocol):
         """Leave a value for the others."""
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """The values of these keys, which are waited for.
-
-        Raises:
-            CommunicatorBroken: they have not all come.
-        """
+        """The values of these keys, which are waited for."""
 
 
 def build_mesh(
@@ -61,18 +57,12 @@ def build_mesh(
     """Connect to the other members; blocks until all connections stand.
 
     Args:
-        rendezvous: tells members of each other.
-        rank: this member's.
-        size: how many members there are.
         address: where this member listens meanwhile, on a port of the system's choice.
         timeout: seconds.
         superseded: whether it is not worth it any more.
 
     Returns:
         For each lane, the connections to the peers by their ranks.
-
-    Raises:
-        CommunicatorBroken: the members could not all be reached in time.
     """
     limit = time.monotonic() + timeout
     raise_descriptor_limit()  # until the mesh stands, strangers are accepted
@@ -141,7 +131,6 @@ def _accept(
         selector.register(listener, selectors.EVENT_READ)
 
         def greet(connection: socket.socket) -> bool:
-            """Whether it is known now who that is."""
             who = _greeting_of(connection, secret)
             if who in missing:
                 missing.discard(who)
@@ -206,7 +195,6 @@ def _greeting_of(connection: socket.socket, secret: bytes) -> tuple[int, int] | 
 
 
 def close_all(lanes: list[dict[int, socket.socket]]) -> None:
-    """Close these connections."""
     for lane in lanes:
         for connection in lane.values():
             connection.close()

@@ -36,11 +36,8 @@ class Turns:
     """For the training thread, which never waits for a turn while it has one, nor for other workers.
 
     Args:
-        path: the server's socket.
         job: all workers of this job give the same.
         device: all jobs on it give the same.
-        settings: how long it is waited for.
-        activity: of the training thread.
         tell: hears once, in words, that there are no turns.
     """
 
@@ -67,7 +64,6 @@ class Turns:
         """Wait for the device; seconds that it took. Whoever has it has it at once.
 
         Args:
-            step: which it is for.
             check: is called in between, and may raise: then it is not waited for any longer.
         """
         if self._held or not self._connected():
@@ -95,7 +91,6 @@ class Turns:
             self._lose(error)
 
     def close(self) -> None:
-        """Share nothing any more."""
         self._held = False
         self._disconnect()
         self._retry_at = float("inf")
@@ -115,7 +110,6 @@ class Turns:
             check()
 
     def _messages(self, until: float) -> list[ToSharer]:
-        """What has arrived, perhaps nothing by then."""
         assert self._socket is not None
         looking = select.poll()  # a process of many files has numbers that select does not take
         looking.register(self._socket, select.POLLIN)
@@ -149,7 +143,6 @@ class Turns:
         return True
 
     def _lose(self, error: Exception) -> None:
-        """There are no turns for a while."""
         self._held = False
         self._disconnect()
         self._retry_at = time.monotonic() + self._settings.retry

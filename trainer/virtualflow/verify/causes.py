@@ -101,7 +101,6 @@ def explain(difference: Difference, variation: Variation) -> Cause:
     """What usually makes such a difference.
 
     Args:
-        difference: the first one.
         variation: in what the runs were not the same.
     """
     if difference.name.startswith(BESIDE):

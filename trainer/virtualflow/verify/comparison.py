@@ -149,7 +149,6 @@ _PREFIXES = {"gradients": "gradient of", "buffers": "buffer", "metrics": "metric
 
 
 def _values(computed: Computed, kinds: tuple[str, ...]) -> Values:
-    """What a virtual node has of these kinds, by names for people."""
     found: Values = {}
     for kind in kinds:
         value = getattr(computed, kind)

@@ -111,7 +111,6 @@ class Trace:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the steps that were committed, ascending."""
         return sorted(self.after)
 
 

@@ -19,10 +19,6 @@ class Communicators:
     """Those that stand ready and those that are over; all of it is read and written under the link's lock.
 
     Args:
-        link: tells what has become of each.
-        state: where this worker stands.
-        incarnation: of this worker.
-        settings: how long to wait for what.
         interruption: why a collective of a plan is not to be waited for any longer, if so.
         offered: the plan that this worker has offered to enter, whose communicator stays although newer ones stand.
     """
@@ -51,7 +47,6 @@ class Communicators:
         self._freed = FreedMemory(settings.memory.kept)
 
     def __contains__(self, generation: m.Generation) -> bool:
-        """Whether the communicator of that generation stands."""
         return generation in self._prepared
 
     def prepare(self, plan: m.Plan, rank: int) -> None:
@@ -60,11 +55,7 @@ class Communicators:
         threading.Thread(target=self._build_or_fail, args=(plan, rank), name=name, daemon=True).start()
 
     def take(self, generation: m.Generation, former: Communicator | None) -> Communicator:
-        """The communicator of that generation, from now on in the place of the ``former`` one.
-
-        Raises:
-            CommunicatorBroken: it is not there (any more).
-        """
+        """The communicator of that generation, from now on in the place of the ``former`` one."""
         with self._link.changed:
             communicator = self._prepared.pop(generation, None)
             if communicator is None:
@@ -74,7 +65,6 @@ class Communicators:
         return communicator
 
     def tidy(self) -> None:
-        """Take down communicators of former generations."""
         with self._link.changed:
             finished, self.retired = self.retired, []
         self._close_behind(finished)

@@ -35,12 +35,6 @@ def describe_contents(dataset: Any, source: Source, *, samples: int, settings: C
     """Hashes of what all workers must have alike, by what it is called.
 
     What cannot be read or takes too long is not there, so it is no difference if only some have it.
-
-    Args:
-        dataset: map-style.
-        source: reads it.
-        samples: how many it has.
-        settings: how much is looked at.
     """
     found, subset, began = {}, dataset, time.monotonic()
     while isinstance(subset, Subset):
@@ -81,15 +75,7 @@ def check_reading(dataset: Any, collate: Any, source: Source, batch: MicroBatch,
     """Read a micro-batch once more.
 
     Args:
-        dataset: that of the source.
         collate: the ``collate_fn``; ``None``: the default one.
-        source: reads it.
-        batch: has just been read at this position.
-        epoch: of the position.
-        epoch_step: likewise.
-
-    Raises:
-        ConfigurationError: it is another one.
     """
     pair = source.read_again(batch, epoch, epoch_step)
     if pair is None:

@@ -15,13 +15,7 @@ from virtualflow.step import SETTINGS, Divergence
 
 
 def end_by_divergence(found: Divergence, members: Sequence[m.Member], checkpointer: Checkpointer) -> StatesDiffer:
-    """Set aside the checkpoints that may be wrong; the error that is to end the job, the same on all workers.
-
-    Args:
-        found: what differs.
-        members: the workers, in the order of their ranks.
-        checkpointer: that of this worker.
-    """
+    """Set aside the checkpoints that may be wrong; the error that is to end the job, the same on all workers."""
     said = describe_divergence(found, [member.worker for member in members])
     odd = [members[rank].incarnation for rank in found.odd]
     return StatesDiffer(f"{said}; {_way_back(checkpointer, found.agreed)}", odd)

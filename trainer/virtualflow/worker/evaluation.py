@@ -133,11 +133,6 @@ def _together(loop: Loop, source: Source, compute: Compute) -> list[Any]:
 
 
 def _begin(loop: Loop) -> None:
-    """Refuse an evaluation where a joiner could not take part in it; tell that one begins.
-
-    Raises:
-        VirtualFlowError: it is called before a step's micro-batches.
-    """
     if loop.inside_step:
         raise VirtualFlowError("call vf.evaluate after the micro-batches of a step, or after the last step")
     if not loop.context.session.state.has_state:

@@ -29,7 +29,6 @@ _claims: dict[bytes, socket.socket] = {}
 
 
 def _let_go() -> None:
-    """A fork holds none of its parent's claims."""
     for claim in _claims.values():
         claim.close()
     _claims.clear()
@@ -74,7 +73,6 @@ def claim_name(environment: WorkerEnvironment) -> None:
 
 
 def _holder(name: bytes) -> str:
-    """The process that has claimed it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(1.0)
         try:

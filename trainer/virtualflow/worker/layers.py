@@ -24,9 +24,6 @@ class LayeredAttempts:
     """Computes a worker's virtual nodes in layer-major order.
 
     Args:
-        context: the parts of the run.
-        chain: the model's blocks.
-        layers: run them.
         listen: gets a micro-batch, and returns a place for what the script tells of it from now on.
     """
 
@@ -74,11 +71,7 @@ class LayeredAttempts:
         return Flight(batch.virtual_node, batch.kept, batch.kept / self._context.update.sync.unit, batch.data)
 
     def _run(self, work: _Work, number: int, check: Callable[[], object]) -> Iterator[Any]:
-        """Let the script's loss compute all of it.
-
-        Raises:
-            CommunicatorBroken: the attempt is aborted.
-        """
+        """Let the script's loss compute all of it."""
 
         def begin(flight: Flight) -> None:
             forget_cached_weights()

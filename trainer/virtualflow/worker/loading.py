@@ -33,9 +33,7 @@ class Loading(StepPart):
     """Reads for one training from its source.
 
     Args:
-        source: of micro-batches.
         fusion: says which virtual nodes run together; ``None``: none do.
-        training: says where all workers are.
         staging: brings micro-batches to the device; ``None``: they stay where they are.
         collate: the script's own ``collate_fn``, if it has one.
     """
@@ -73,7 +71,6 @@ class Loading(StepPart):
             self._assign()
 
     def adjust(self, width: int) -> None:
-        """Load the coming steps in portions of so many virtual nodes."""
         if width != self._width and self._source.steps_per_epoch is not None and not self._over:
             self._width = width
             self._assign()
@@ -160,15 +157,10 @@ class Loading(StepPart):
         return any(batch.size for batch in batches)
 
     def check_reading(self, dataset: Any, batch: MicroBatch) -> None:
-        """See that a micro-batch that has just been fetched is the same when it is read again.
-
-        Raises:
-            ConfigurationError: it is not.
-        """
+        """See that a micro-batch that has just been fetched is the same when it is read again."""
         check_reading(dataset, self._collate, self._source, batch, *self._training.position)
 
     def first(self) -> MicroBatch:
-        """The very first micro-batch, which a joiner warms up with."""
         self._ahead = None
         self._source.assign(range(1), 0, 0)
         batch = self._source.fetch(0, 0, 0)

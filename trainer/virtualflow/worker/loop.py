@@ -132,11 +132,6 @@ class Loop:
         context.reporter.progress(now=True)
 
     def _look_ahead(self) -> None:
-        """The training begins here, perhaps from a checkpoint: see that it can go to its end.
-
-        Raises:
-            ConfigurationError: a schedule ends before.
-        """
         context, done = self.context, self.context.training.completed_steps
         options, epoch = context.request.options, context.training.position[0]
         if context.training.is_over:
@@ -174,7 +169,6 @@ class Loop:
             self._guard.between()
 
     def save_if_due(self) -> None:
-        """Write a checkpoint when the user's code after a step has run."""
         if self._saving is not None:
             self._saving.save_if_due(over=self.context.training.is_over)
 
@@ -185,7 +179,6 @@ class Loop:
 
     @property
     def between_steps(self) -> bool:
-        """Whether the script has run through the latest step's inner loop."""
         return self._open_step is not None and self._open_step.complete
 
     @property
@@ -194,7 +187,6 @@ class Loop:
         return self._open_step is not None and not self._open_step.complete
 
     def _listen(self, data: Any) -> Told:
-        """The script is about to compute a micro-batch: where to note what it tells of it."""
         self.told = Told()
         if self._weight is not None:
             self.weigh(read_weight(self._weight(data)))
@@ -226,7 +218,6 @@ class Loop:
         self._abandon()
 
     def _abandon(self) -> None:
-        """What was computed does not count."""
         self.context.update.abandon()
         for abandon in self._parts.abandon:
             abandon()
@@ -270,7 +261,6 @@ class Loop:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The combined metrics of the last step."""
         return self.context.training.metrics
 
     def check_finite(self) -> None:

@@ -33,11 +33,9 @@ class HeldLease:
         self._final = False
 
     def begin(self) -> None:
-        """What may show it begins now."""
         self._began = self._clock()
 
     def renew(self) -> None:
-        """What was begun has shown it."""
         self._shown = self._began
 
     def keep(self) -> None:
@@ -108,12 +106,10 @@ class MemberState:
 
     @property
     def holdings(self) -> Sequence[Sequence[int]]:
-        """The virtual nodes that each member contributes to the coming step."""
         return self.ranges if self.repair is None else self.repair.holdings
 
     @property
     def computes(self) -> Sequence[int]:
-        """The virtual nodes that this worker computes for the coming step."""
         return self.assigned if self.repair is None else self.repair.computes[self.rank]
 
     @property

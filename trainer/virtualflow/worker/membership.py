@@ -90,7 +90,6 @@ class Membership:
 
     @property
     def communicator(self) -> Communicator:
-        """The collectives of the running generation."""
         communicator = self._session.communicator
         assert communicator is not None
         return communicator
@@ -195,12 +194,7 @@ class Membership:
             self._session.note("warning", str(error))
 
     def _synchronize(self, communicator: Communicator) -> Repair | None:
-        """Come to one state with the other members of a generation, and agree on how to go on from there.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-            ConfigurationError: the members do not fit together.
-        """
+        """Come to one state with the other members of a generation, and agree on how to go on from there."""
         session, training = self._session, self._training
         plan = communicator.plan
         self._state.lease.begin()
@@ -273,7 +267,6 @@ class Membership:
             checkpointer.discard(origins[transfer.restorer].checkpoint.step)
 
     def _fresh_model(self, communicator: Communicator) -> int:
-        """What the others compare their freshly built models with."""
         if self._spoiled:
             return SPOILED
         return self._training.model_hash() if communicator.size > 1 else 0
@@ -313,16 +306,10 @@ class Membership:
             self._stopwatch.moved = moved.bytes, moved.seconds, moved.donors
 
     def complete_leader(self) -> None:
-        """Bring the leader the whole state of a sharded optimizer, in host memory.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-        """
         if self._resharding is not None:
             self._resharding.complete_leader(self.communicator)
 
     def keep_share(self) -> None:
-        """Forget what :meth:`complete_leader` has brought."""
         if self._resharding is not None:
             self._resharding.keep_share()
 
@@ -342,7 +329,6 @@ class Membership:
 
 
 def _name_training(incarnation: str, run: int) -> str:
-    """The id of a training that begins in that process, which may begin several."""
     if run == 1:
         return incarnation[:ID_LENGTH]
     return hashlib.sha256(f"{incarnation} {run}".encode()).hexdigest()[:ID_LENGTH]

@@ -96,11 +96,7 @@ def refuse_launchers(environment: WorkerEnvironment) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Check that the model is one, and that nothing in it divides batches or sums gradients among processes.
-
-    Raises:
-        ConfigurationError: it is something else, or wrapped.
-    """
+    """Check that the model is one, and that nothing in it divides batches or sums gradients among processes."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"the model is a {type(model).__name__}; give vf.elastic a torch.nn.Module first, then its optimizer, then "
@@ -118,11 +114,7 @@ def check_model(model: Any) -> None:
 
 
 def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: int | None) -> None:
-    """Check the numbers that a training is made of.
-
-    Raises:
-        ConfigurationError: they make no training.
-    """
+    """Check the numbers that a training is made of."""
     check_whole("virtual_nodes", virtual_nodes)
     if virtual_nodes < 1:
         raise ConfigurationError(f"virtual_nodes is {virtual_nodes}; a job has at least 1")
@@ -137,11 +129,6 @@ def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: 
 
 
 def check_reproducibility(reproducibility: str, max_fused: int | None, batch_norm: str) -> None:
-    """Check how equal the result is to be, and what that leaves open.
-
-    Raises:
-        ConfigurationError: one of them is unknown or too small.
-    """
     if reproducibility not in get_args(Reproducibility):
         raise ConfigurationError(f'reproducibility is {reproducibility!r}; it must be "bitwise" or "statistical"')
     if max_fused is not None and max_fused < 1:
@@ -151,11 +138,6 @@ def check_reproducibility(reproducibility: str, max_fused: int | None, batch_nor
 
 
 def check_trackers(trackers: Sequence[Any]) -> None:
-    """Check what steps are to be written to.
-
-    Raises:
-        ConfigurationError: something is no tracker.
-    """
     for tracker in trackers:
         if isinstance(tracker, type) or not all(hasattr(tracker, name) for name in ("open", "write", "fenced")):
             raise ConfigurationError(
@@ -165,11 +147,7 @@ def check_trackers(trackers: Sequence[Any]) -> None:
 
 
 def check_exchange(exchange: Exchange | str) -> None:
-    """Check how gradients are to travel.
-
-    Raises:
-        ConfigurationError: that is no way.
-    """
+    """Check how gradients are to travel."""
     if not isinstance(exchange, Exchange):
         if exchange != "auto":
             raise ConfigurationError(f'exchange is {exchange!r}; it must be "auto" or a vf.Exchange(...)')
@@ -208,9 +186,6 @@ def check_device(device: torch.device | None, model: nn.Module, *, layer_major: 
     """Check that the model is where its micro-batches go, and that new tensors are where the library needs its own.
 
     In ``layer_major`` order it is on the host, whatever the device is.
-
-    Raises:
-        ConfigurationError: they are not.
     """
     if torch.get_default_device().type != "cpu":
         name = str(torch.get_default_device())
@@ -234,11 +209,7 @@ def check_device(device: torch.device | None, model: nn.Module, *, layer_major: 
 
 
 def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, scaler: Any) -> None:
-    """Check that nothing is asked for that needs the gradients of one virtual node by itself.
-
-    Raises:
-        ConfigurationError: something is.
-    """
+    """Check that nothing is asked for that needs the gradients of one virtual node by itself."""
     if memory is None or not memory.layer_major:
         return
     if environment.verify or environment.trace_dir is not None or environment.profile_out is not None:
@@ -280,11 +251,6 @@ def check_backward(
 
 
 def check_verify(sample: float, reproducibility: str) -> None:
-    """Check that workers can be checked by one another.
-
-    Raises:
-        ConfigurationError: their bits need not be equal.
-    """
     if sample and reproducibility == "statistical":
         raise ConfigurationError(
             "verify compares gradients bit for bit, and workers of a statistical job come to different bits; leave out "
@@ -368,11 +334,7 @@ def fused_sgd_steps(dtype: torch.dtype) -> bool:
 
 
 def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that this optimizer can step in host memory.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Check that this optimizer can step in host memory."""
     for part in optimizers_of(optimizer):
         name = type(part).__name__
         for group in part.param_groups:
@@ -402,14 +364,7 @@ def check_sharding(
     """Check that this optimizer can be sharded.
 
     Args:
-        model: whose parameters it steps.
-        optimizer: the optimizer.
         scaler: a ``GradScaler``, or nothing.
-        block: see ``step.why_not_separable``.
-        device: likewise.
-
-    Raises:
-        ConfigurationError: it cannot.
     """
     for part in optimizers_of(optimizer):
         reason = why_not_separable(part, block, device)
@@ -451,11 +406,7 @@ def _overlapping(model: nn.Module) -> tuple[str, str] | None:
 
 
 def check_scheduler(scheduler: Any, interval: str) -> None:
-    """Check that the library can step this scheduler.
-
-    Raises:
-        ConfigurationError: it needs an argument, or the interval is unknown.
-    """
+    """Check that the library can step this scheduler."""
     if interval not in ("step", "epoch", "manual"):
         raise ConfigurationError(f'scheduler_interval is {interval!r}; it must be "step", "epoch" or "manual"')
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -498,7 +449,6 @@ def describe_samples(options: Options, samples: int | None) -> dict[str, str]:
     """What all members must have alike, so that each sample counts once: by what it is called.
 
     Args:
-        options: what a user asked for.
         samples: of the dataset; ``None`` for a stream.
     """
     return {

@@ -50,7 +50,6 @@ class PaceMeter:
         self.enter()
 
     def enter(self) -> None:
-        """A generation is entered: what was measured was under other circumstances."""
         self._samples.clear()
         self.estimate = None
         self._to_skip = self._settings.skipped
@@ -66,7 +65,6 @@ class PaceMeter:
         self._began = self._computed = None
 
     def end(self, now: float) -> None:
-        """The last backward pass of the attempt is over."""
         if self._began is not None:
             self._computed = now - self._began
 
@@ -82,7 +80,6 @@ class PaceMeter:
         self._committed_at = None
 
     def commit(self, now: float) -> None:
-        """The attempt counts."""
         before, self._committed_at = self._committed_at, now
         computed, self._began, self._computed = self._computed, None, None
         if self._to_skip > 0:
@@ -120,17 +117,10 @@ class PaceReportPolicy:
         self._told_at = float("-inf")
 
     def enter(self) -> None:
-        """A generation is entered: the first estimate in it is news."""
         self._told = None
 
     def is_due(self, now: float, estimate: Estimate, members: int) -> bool:
-        """Whether to tell ``estimate`` now; if so, it is taken for told.
-
-        Args:
-            now: the time.
-            estimate: the present one.
-            members: of the generation, who all tell theirs to one coordinator.
-        """
+        """Whether to tell ``estimate`` now; if so, it is taken for told."""
         interval = max(self._settings.interval, self._settings.interval_per_member * members)
         if now - self._told_at < interval or not self._differs(estimate):
             return False

@@ -47,7 +47,6 @@ def _script() -> str:
 def describe_situation(
     model: nn.Module, options: Options, environment: WorkerEnvironment, virtual_nodes: int, signature: dict[str, Any]
 ) -> Situation:
-    """What this process is about to run, as far as profiles go."""
     device = device_of(model)
     return Situation(
         device.type,
@@ -73,10 +72,7 @@ def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, 
     """How many virtual nodes' samples to put into a micro-batch, from the smallest: 1, 2, 4, ... and all of them.
 
     Args:
-        virtual_nodes: of the job; no worker ever has more.
-        micro_batch: samples of one of them.
         samples: of the dataset; ``None`` for a stream.
-        asked: by the user, instead of all.
 
     Raises:
         ConfigurationError: a size is asked for that the job cannot have.
@@ -109,15 +105,7 @@ class Profiling:
     """The profiling of one run; its own source is not needed, since each size has one of its own.
 
     Args:
-        model: of the user.
-        optimizer: likewise.
-        dataset: likewise.
-        options: what else the script asks for.
-        environment: says where the profile goes.
-        virtual_nodes: of the job.
-        situation: what is measured.
         samples: of the dataset; ``None`` for a stream.
-        settings: how much is measured, and how samples are read.
 
     Raises:
         ConfigurationError: a size is asked for that the job cannot have.
@@ -227,7 +215,6 @@ class Profiling:
 
     @property
     def _most_rounds(self) -> int:
-        """Micro-batches of one size, at most."""
         blocks = self._warm_up + self._settings.least if self._chain.wanted else 0
         return self._settings.warm_up + 1 + self._settings.samples + blocks
 
@@ -270,7 +257,6 @@ class Profiling:
         )
 
     def _measure_blocks(self, batches: Iterator[MicroBatch], samples: int) -> Iterator[Any]:
-        """The same with hooks on the blocks, which take time themselves."""
         with self._chain.size(samples) as done:
             for _ in range(self._warm_up + self._settings.least):
                 yield from self._one(batches, [])
@@ -288,7 +274,6 @@ class Profiling:
         return bytes_of_state(self._optimizer, self._device)
 
     def _open_source(self, samples: int) -> Source:
-        """Micro-batches that hold so many samples."""
         return open_source(
             self._dataset,
             batch_size=samples,
@@ -331,7 +316,6 @@ class Profiling:
 
     @property
     def _cannot_count(self) -> bool:
-        """A profiler of the user's is at work, which cannot be asked beside it."""
         return self._device.type != "cuda" and (
             self._device.type != "cpu" or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         )
@@ -421,7 +405,6 @@ def peak_of_cpu(profiler: Any) -> int | None:
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[Any]:
-    """Those of blocks on the CPU, handed out or given back, in a profiler's tree."""
     for event in events:
         fields = event.extra_fields
         if isinstance(fields, torch._C._profiler._ExtraFields_Allocation) and fields.device.type == "cpu":

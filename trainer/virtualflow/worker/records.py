@@ -45,14 +45,7 @@ _COLLECTED_WITHIN = 5.0
 
 
 class Audit(StepPart):
-    """The audit file of one worker process.
-
-    Args:
-        directory: of all files of this run's audit.
-        session: says who this worker is.
-        training: whose steps these are.
-        run: of the script: each has a first step.
-    """
+    """The audit file of one worker process."""
 
     def __init__(self, directory: Path, session: AnySession, training: Training, run: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -63,14 +56,12 @@ class Audit(StepPart):
         """What this worker has run last of each virtual node."""
 
     def begin(self, attempt: Attempt) -> None:
-        """Write again what is kept of an earlier generation's attempt."""
         for node in self._training.update.sync.kept if attempt.repairs else ():
             # One without samples was not run.
             if node in self._latest and self._latest[node]["step"] == attempt.number:
                 self._write("kept", attempt.generation, **self._latest[node])
 
     def before_node(self, attempt: Attempt) -> None:
-        """This worker runs these samples."""
         facts: dict[str, Any] = {"epoch": attempt.epoch, "step": attempt.number}
         for node, samples in attempt.present.apart():
             told = facts | {"virtual_node": node, "worker": self._worker, "samples": list(samples)}
@@ -78,7 +69,6 @@ class Audit(StepPart):
             self._write("computed", attempt.generation, **told)
 
     def counted(self, generation: m.Generation, number: int) -> None:
-        """The attempt at that step has counted: its update is applied here."""
         self._write("committed", generation, step=number)
 
     def _write(self, kind: str, generation: m.Generation, **values: Any) -> None:
@@ -88,24 +78,16 @@ class Audit(StepPart):
         )
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
 class Explanation(StepPart):
-    """Writes down how the exchange of the latest step went, on the leader.
-
-    Args:
-        path: of the file; each step overwrites the one before.
-        session: says who leads.
-        training: whose steps these are.
-    """
+    """Writes down how the exchange of the latest step went, on the leader."""
 
     def __init__(self, path: Path, session: AnySession, training: Training) -> None:
         self._path, self._state, self._training = path, session.state, training
 
     def commit(self, attempt: Attempt) -> None:
-        """A step is made."""
         if not self._state.leader:
             return
         update = self._training.update
@@ -136,9 +118,6 @@ class TraceWriter(StepPart):
     """The trace of one worker process.
 
     Args:
-        directory: of all files of this run's trace.
-        opened: who writes, and what.
-        training: whose steps these are.
         repeated_step: attempt this one twice; ``None``: none of them.
         earlier_steps: those of the runs of the script before this one: steps are counted over all of them.
     """
@@ -158,7 +137,6 @@ class TraceWriter(StepPart):
         self._write(opened)
 
     def after_script(self, *, leaves: bool) -> None:
-        """All code before the first attempt at the coming step has run."""
         self._began(self._training.completed_steps + 1)
 
     def begin(self, attempt: Attempt) -> None:
@@ -202,26 +180,22 @@ class TraceWriter(StepPart):
         )
 
     def computed(self, attempt: Attempt) -> None:
-        """The step that is to be attempted twice has been attempted once."""
         if self._earlier + attempt.number == self._repeated_step:
             self._repeated_step = None
             raise AttemptSpoiled
 
     def counted(self, generation: m.Generation, number: int) -> None:
-        """The update of that step is applied."""
         metrics = {name: _number(value) for name, value in self._training.metrics.items()}
         place = generation.incarnation, generation.counter
         self._write(Committed(place, self._earlier + number, self._state(), metrics))
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
     def _write(self, record: Record) -> None:
         os.write(self._descriptor, encode(record))
 
     def _state(self) -> dict[str, str]:
-        """All that a joiner gets, by name: first what acts upon the rest."""
         training = self._training
         tree = training.capture(states=training.update.shards is None)
         optimizer = tree.pop("optimizer")
@@ -250,7 +224,6 @@ class TraceWriter(StepPart):
 
 
 def _names_of_states(training: Training) -> dict[int, str]:
-    """The parameter's name for each number that the state dict of the optimizer has for it."""
     known = {id(parameter): name for name, parameter in training.model.named_parameters()}
     parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
     return {n: known.get(id(parameter), str(n)) for n, parameter in enumerate(parameters)}
@@ -266,7 +239,6 @@ def _number(value: float | Tensor) -> str:
 
 
 def _hash_generators() -> str:
-    """The state of all global random number generators of this process."""
     states: list[Any] = [torch.get_rng_state(), random.getstate()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state_all())

@@ -34,7 +34,6 @@ class Remains:
 
     @classmethod
     def from_bytes(cls, block: Tensor) -> Remains:
-        """The inverse of :meth:`to_bytes`."""
         kept, undone = (frozenset(row.nonzero().view(-1).tolist()) for row in block.view(2, -1))
         return cls(kept, undone)
 
@@ -54,10 +53,6 @@ def plan_repair(remains: Sequence[Remains], ranges: Sequence[range]) -> Repair |
 
     What is missing is divided in its order and in proportion to what each member is assigned, since that is measured by
     its speed.
-
-    Args:
-        remains: of each member.
-        ranges: what it is assigned from now on.
     """
     kept = [node for member in remains for node in member.kept]
     if not kept or len(set(kept)) < len(kept):  # twice the same: a member was given up that is back

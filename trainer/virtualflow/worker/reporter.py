@@ -86,7 +86,6 @@ class Reporter(StepPart):
             session.send(told, keep=True)
 
     def plan(self, plan: Plan) -> None:
-        """Tell what becomes of activations from now on."""
         from virtualflow.memory import Action  # who has made a plan has it
 
         kept, swapped, recomputed = map(plan.count, (Action.KEEP, Action.SWAP, Action.RECOMPUTE))
@@ -94,12 +93,10 @@ class Reporter(StepPart):
         self._session.send(m.Note("info", f"{self._session.worker}: {plan.reason}"[:MAX_TEXT], told))
 
     def enter(self, assigned: range) -> None:
-        """A generation is entered."""
         self._pace_policy.enter()
         self.progress(now=True)
 
     def phase(self, phase: Literal["training", "evaluating"]) -> None:
-        """Tell what goes on: it decides which membership changes can be made."""
         self._phase = phase
         self.progress(now=True)
 
@@ -121,79 +118,56 @@ class Reporter(StepPart):
 
 
 class PlannedActivations(StepPart):
-    """What becomes of activations goes by a plan, which is made once enough is measured.
-
-    Args:
-        activations: of the model.
-        reporter: tells of the plan.
-    """
+    """What becomes of activations goes by a plan, which is made once enough is measured."""
 
     def __init__(self, activations: Activations, reporter: Reporter) -> None:
         self._activations, self._reporter = activations, reporter
 
     def before_pass(self, attempt: Attempt) -> None:
-        """The user's code gets a micro-batch."""
         self._activations.begin()
 
     def after_pass(self, attempt: Attempt) -> None:
-        """It has computed on it. A plan is for the longest pass."""
         if attempt.whole:
             self._activations.end(attempt.present.size)
 
     def commit(self, attempt: Attempt) -> None:
-        """The optimizer has its state now."""
         plan = self._activations.committed()
         if plan is not None:
             self._reporter.plan(plan)
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self._activations.close()
 
 
 class Pacing(StepPart):
-    """The pace of this worker, measured in each step.
-
-    Args:
-        settings: what counts as a sample.
-        reporter: tells of it.
-    """
+    """The pace of this worker, measured in each step."""
 
     def __init__(self, settings: PaceSettings, reporter: Reporter) -> None:
         self.pace = PaceMeter(settings)
         self._reporter = reporter
 
     def enter(self, assigned: range) -> None:
-        """What was measured was under other circumstances."""
         self.pace.enter()
 
     def begin(self, attempt: Attempt) -> None:
-        """All is ready to compute."""
         self.pace.begin(time.monotonic(), attempt.work)
 
     def computed(self, attempt: Attempt) -> None:
-        """The last backward pass of the attempt is over."""
         if attempt.timed:
             self.pace.end(time.monotonic())
         else:
             self.pace.disregard()
 
     def commit(self, attempt: Attempt) -> None:
-        """The attempt counts."""
         self.pace.commit(time.monotonic())
         self._reporter.pace(self.pace.estimate)
 
     def abandon(self) -> None:
-        """What the next attempt takes is no measure of a step."""
         self.pace.enter()
 
 
 class Cautions:
-    """What a script may not have meant, told once: what a micro-batch counts by, and buffers that count.
-
-    Args:
-        session: tells the user.
-    """
+    """What a script may not have meant, told once: what a micro-batch counts by, and buffers that count."""
 
     def __init__(self, session: AnySession) -> None:
         self._session = session

@@ -69,7 +69,6 @@ class Request:
 
     @property
     def virtual_nodes(self) -> int:
-        """Of the job."""
         return self.environment.virtual_nodes or self.options.virtual_nodes
 
     @property
@@ -79,7 +78,6 @@ class Request:
 
     @property
     def bitwise(self) -> bool:
-        """Whether it is the same to the bit."""
         return self.reproducibility == "bitwise"
 
     @property
@@ -114,7 +112,6 @@ class Request:
 
     @property
     def host_optimizer(self) -> bool:
-        """Whether the optimizer is on the host."""
         return self.memory is not None and self.memory.optimizer == "host"
 
     @property
@@ -124,22 +121,16 @@ class Request:
 
     @property
     def device(self) -> torch.device:
-        """What computes: where the model is, but in layer-major order."""
         there = device_of(self.model)
         return self.options.device or there if self.layer_major else there
 
     @property
     def micro_batch(self) -> int:
-        """Samples of a virtual node."""
         return micro_batch(self.options.batch_size, self.virtual_nodes)
 
 
 def check_request(request: Request) -> None:
-    """Check all that can be known before anything is opened.
-
-    Raises:
-        ConfigurationError: it cannot be done.
-    """
+    """Check all that can be known before anything is opened."""
     options = request.options
     refuse_launchers(request.environment)
     check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)

@@ -27,12 +27,7 @@ from virtualflow.worker.train_state import Training
 
 
 class Resharding:
-    """Moves the shares of one training's optimizer.
-
-    Args:
-        training: the training.
-        shards: this worker's share.
-    """
+    """Moves the shares of one training's optimizer."""
 
     def __init__(self, training: Training, shards: Shards) -> None:
         self._training = training
@@ -46,16 +41,10 @@ class Resharding:
     def complete_step(self, communicator: Communicator, standings: list[Standing], members: int) -> list[Standing]:
         """If the last step counts for anybody, see that it is complete for all who have a share of it.
 
-        Args:
-            communicator: of the generation that begins.
-            standings: where its members stand.
-            members: of the generation in which the last step was made.
-
         Returns:
             Where they stand then.
 
         Raises:
-            CommunicatorBroken: a member was lost meanwhile.
             Evicted: both keepers of something are.
         """
         training, shards = self._training, self._shards
@@ -90,16 +79,7 @@ class Resharding:
         return completed
 
     def share_out(self, communicator: Communicator, standings: Sequence[Standing], transfer: Transfer) -> None:
-        """Bring each member the optimizer's state of its share in the generation that begins.
-
-        Args:
-            communicator: see above.
-            standings: where its members stood.
-            transfer: how those without a state got the rest of it.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-        """
+        """Bring each member the optimizer's state of its share in the generation that begins."""
         shards, size = self._shards, communicator.size
         if not any(standing.has_state for standing in standings):  # It begins, from a checkpoint or anew.
             self._have = [shards.all if rank in transfer.donors else () for rank in range(size)]
@@ -118,16 +98,7 @@ class Resharding:
     # --- a generation ends --------------------------------------------------------------------------------------------
 
     def hand_over(self, communicator: Communicator, running: m.Plan, coming: m.Plan) -> None:
-        """Before members leave: see that those who stay have every state, and may lose one of them.
-
-        Args:
-            communicator: of the generation that ends.
-            running: that generation.
-            coming: the one that all have agreed on.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-        """
+        """Before members leave: see that those who stay have every state, and may lose one of them."""
         stays = [coming.rank_of(member.worker, member.incarnation) is not None for member in running.members]
         stay = [rank for rank, does in enumerate(stays) if does]
         if all(stays):
@@ -145,11 +116,6 @@ class Resharding:
         _confirm(communicator)
 
     def complete_leader(self, communicator: Communicator) -> None:
-        """Bring the leader all states, in host memory.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-        """
         shards, size = self._shards, communicator.size
         if size == 1:
             return
@@ -159,7 +125,6 @@ class Resharding:
         _confirm(communicator)
 
     def keep_share(self) -> None:
-        """Forget what :meth:`complete_leader` has brought."""
         self._shards.drop_borrowed()
 
 
@@ -176,6 +141,5 @@ def completed_exchanges(standings: Sequence[Standing], holdings: Sequence[Holdin
 
 
 def _confirm(communicator: Communicator) -> None:
-    """Whoever leaves must know that the others have got everything."""
     nothing: Tensor = torch.zeros(1, dtype=torch.uint8)
     communicator.all_gather(nothing)

@@ -61,7 +61,6 @@ def describe_built(optimizer: torch.optim.Optimizer, scheduler: Any) -> Built:
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The plain values in a nest, in words."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, Counter):
@@ -83,7 +82,6 @@ def compare(here: Built, there: Built) -> str | None:
     """What counts where a script builds its optimizer or scheduler otherwise than the checkpoint's; ``None``: nowhere.
 
     Args:
-        here: how they are built in this process.
         there: how they were when the training of the checkpoint began; empty: it does not say.
 
     Raises:
@@ -118,14 +116,7 @@ def check_schedule(scheduler: Any, steps: int, last: int, what: str, resumed: bo
     """Check that no schedule ends before the training.
 
     Args:
-        scheduler: in its present state.
-        steps: how often it is to be stepped from now on.
-        last: how often the script wants to step it altogether.
         what: it is stepped once a "step" or once an "epoch".
-        resumed: its state is a checkpoint's.
-
-    Raises:
-        ConfigurationError: one does.
     """
     for part in schedulers_of(scheduler):
         ended = _ends_early(part, steps)
@@ -144,7 +135,6 @@ def check_schedule(scheduler: Any, steps: int, last: int, what: str, resumed: bo
 
 
 def _ends_early(scheduler: Any, steps: int) -> OneCycleLR | None:
-    """The schedule in it that would be stepped beyond its end."""
     if isinstance(scheduler, OneCycleLR):
         return scheduler if scheduler.last_epoch + steps > scheduler.total_steps else None
     if isinstance(scheduler, ChainedScheduler):

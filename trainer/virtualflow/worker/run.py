@@ -63,7 +63,6 @@ class Script:
         self.begin()
 
     def begin(self) -> None:
-        """Remember nothing: the process is a new one."""
         self.process = os.getpid()
         self.incarnation = uuid.uuid4().hex
         """Names this process, in all runs."""
@@ -75,7 +74,6 @@ _script = Script()
 
 
 def this_script() -> Script:
-    """What there is to remember of the script that this process executes."""
     if _script.process != os.getpid():
         _script.begin()
     return _script
@@ -372,11 +370,7 @@ class Run:
 
 
 def _compare(over: m.RunOver, digest: str, *, bitwise: bool) -> None:
-    """See that this worker has what a run of the script that is over has ended with.
-
-    Raises:
-        VirtualFlowError: it has something else.
-    """
+    """See that this worker has what a run of the script that is over has ended with."""
     told = over.result
     if bitwise and told is not None and told.digest and told.digest != digest:
         raise VirtualFlowError(

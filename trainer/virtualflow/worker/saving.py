@@ -21,14 +21,7 @@ SAVING = "saving a checkpoint"
 
 
 class Saving:
-    """The checkpoints between the steps of one run.
-
-    Args:
-        checkpointer: writes them.
-        session: says who leads.
-        membership: brings the states of a sharded optimizer together.
-        training: whose steps these are.
-    """
+    """The checkpoints between the steps of one run."""
 
     def __init__(
         self, checkpointer: Checkpointer, session: AnySession, membership: Membership, training: Training
@@ -46,7 +39,6 @@ class Saving:
         return not self._alone and self._state.leader and self._checkpointer.is_due(number)
 
     def commit(self, reduced: Reduced) -> None:
-        """A step is made."""
         if not self._alone:
             together = any(header.saves for header in reduced.headers)
             self._together_in = self._session.generation if together else None
@@ -65,7 +57,6 @@ class Saving:
             self._save_together()
 
     def _save_together(self) -> None:
-        """The state of a sharded optimizer is brought together for a checkpoint."""
         try:
             self._membership.complete_leader()
         except CommunicatorBroken as error:

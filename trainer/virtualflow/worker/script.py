@@ -19,14 +19,7 @@ _IN_ORDER = (None, 0, 128 + signal.SIGTERM)
 
 
 def check_averages(known: Callable[[object], bool]) -> None:
-    """See that no average of weights in reach of the script would be left behind.
-
-    Args:
-        known: whether an object's state travels.
-
-    Raises:
-        ConfigurationError: there is one that a joiner would not get.
-    """
+    """See that no average of weights in reach of the script would be left behind."""
     for name, value in _variables(sys._getframe(1)):
         if isinstance(value, AveragedModel) and not known(value):
             raise ConfigurationError(
@@ -53,9 +46,6 @@ def read_exit(
 
     Args:
         error: what the script raised inside its ``with`` block.
-        completed_steps: updates that have been applied.
-        total_steps: of the whole training, if that is known.
-        draining: whether this worker was asked to leave.
         coordinated: whether others may train with it.
 
     Returns:

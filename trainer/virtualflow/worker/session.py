@@ -107,22 +107,18 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The place among the members of the generation."""
         return 0 if self.communicator is None else self.communicator.rank
 
     @property
     def generation(self) -> m.Generation:
-        """The number of the generation that this worker is in."""
         return m.NO_GENERATION if self.state.plan is None else self.state.plan.generation
 
     def tidy(self) -> None:
-        """Take down communicators of former generations."""
         if self.communicators.retired:
             self.communicators.tidy()
 
     @property
     def draining(self) -> bool:
-        """Whether this worker is to leave."""
         return self.state.drain_reason is not None or self.link.drain is not None
 
     def request_drain(self, reason: str, seconds: float) -> None:
@@ -133,7 +129,6 @@ class Session:
             self.link.notify()
 
     def be_ready(self) -> None:
-        """Tell that the model is built and warm."""
         self.state.ready = True
         self.link.send(m.Ready())
 
@@ -175,11 +170,7 @@ class Session:
         return plan
 
     def enter(self, plan: m.Plan) -> Communicator:
-        """Make ``plan`` the generation of this worker; its communicator stands already.
-
-        Raises:
-            CommunicatorBroken: its communicator is not there (any more).
-        """
+        """Make ``plan`` the generation of this worker; its communicator stands already."""
         communicator = self.communicators.take(plan.generation, self.communicator)
         self.state.plan, self.communicator = plan, communicator
         self.link.record.fetches = communicator.rank < RECORD_KEEPERS
@@ -191,7 +182,6 @@ class Session:
         return communicator
 
     def say_entered(self, restored: bool) -> None:
-        """Tell the coordinator that this worker is in its generation for good."""
         assert self.state.plan is not None
         self.link.send(m.Entered(self.state.plan, self.state.step, restored))
 
@@ -267,11 +257,9 @@ class Session:
         return False
 
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
-        """Tell the coordinator, see :meth:`Link.send`."""
         self.link.send(message, keep=keep)
 
     def note(self, kind: Kind, text: str) -> None:
-        """Tell it something that belongs into the job's story."""
         self.link.send(m.Note(kind, text[:MAX_TEXT]))
 
     def held(self, step: int) -> bool:
@@ -310,11 +298,7 @@ class Session:
         return None
 
     def check(self) -> None:
-        """Look whether what goes on in the present generation still makes sense.
-
-        Raises:
-            CommunicatorBroken: a recovery is called for.
-        """
+        """Look whether what goes on in the present generation still makes sense."""
         reason = self.interruption(self.state.plan)
         if reason is not None:
             raise CommunicatorBroken(reason)
@@ -342,7 +326,6 @@ class Session:
         """Leave for good, with the agreement of all or before having entered.
 
         Args:
-            generation: the one by which it leaves.
             reason: if not because this worker drains.
 
         Raises:
@@ -401,7 +384,6 @@ class Session:
         self.link.flush(self._settings.connect_timeout)
 
     def remember(self, change: m.Change) -> None:
-        """Keep a membership change for coordinators to come, and report it."""
         change = structs.replace(change, run=self.state.run)
         self.state.changes[change.generation] = change
         while len(self.state.changes) > MAX_CHANGES:
@@ -409,7 +391,6 @@ class Session:
         self.link.send(m.Resumed(change))
 
     def close(self) -> None:
-        """End the connection and take all communicators down."""
         self._noticed.set()
         self.link.close()
         running, self.communicator = self.communicator, None

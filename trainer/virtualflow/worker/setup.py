@@ -105,7 +105,6 @@ class Context:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training is through."""
         return self.training.is_over
 
 

@@ -28,12 +28,7 @@ _SIGTERM = int(signal.SIGTERM)
 
 
 class Sigterm:
-    """The handler of one run.
-
-    Args:
-        drain: asks for it; called by the handler.
-        warn: tells the user something.
-    """
+    """The handler of one run."""
 
     def __init__(self, drain: Callable[[], None], warn: Callable[[str], None]) -> None:
         self._drain, self._warn = drain, warn
@@ -45,7 +40,6 @@ class Sigterm:
         self._told: Any = None
 
     def open(self) -> None:
-        """From now on, in the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._former, self._open = signal.signal(signal.SIGTERM, self._handler), True
 
@@ -55,7 +49,6 @@ class Sigterm:
             self._replaced()
 
     def close(self) -> None:
-        """Leave the script's handler behind."""
         if self._open and signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
         self._open = False

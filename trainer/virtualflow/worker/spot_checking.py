@@ -20,20 +20,13 @@ Present = Callable[[Attempt], Iterator[Any]]
 
 
 class SpotChecking:
-    """One worker's spot checks.
-
-    Args:
-        checker: says what is checked, and hashes it.
-        context: the run.
-        present: see :data:`Present`.
-    """
+    """One worker's spot checks."""
 
     def __init__(self, checker: SpotChecker, context: Context, present: Present) -> None:
         self._checker, self._context, self._present = checker, context, present
         self._state = context.session.state
 
     def begin(self, attempt: Attempt) -> Iterator[Any]:
-        """An attempt begins: compute another worker's virtual node, if this one is to."""
         check = self._checker.check
         if check is not None and check.checker == self._state.rank:
             self._context.membership.check()

@@ -41,78 +41,63 @@ class StandaloneSession:
 
     @property
     def generation(self) -> m.Generation:
-        """The number of the one generation there is."""
         return m.NO_GENERATION if self.state.plan is None else self.state.plan.generation
 
     @property
     def stopping(self) -> bool:
-        """Whether to end before the next step."""
         return self.state.drain_reason is not None
 
     def start(self) -> None:
         """There is nobody to connect to."""
 
     def connect(self) -> bool:
-        """There is nobody to connect to."""
         return False
 
     def holds_lease(self) -> bool:
-        """Nobody else is there."""
         return True
 
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
         """There is nobody to tell."""
 
     def note(self, kind: Kind, text: str) -> None:
-        """Tell the user."""
         logger.log(logging.INFO if kind == "checkpoint" else logging.WARNING, "%s", text)
 
     def held(self, step: int) -> bool:
-        """Nobody holds it."""
         return False
 
     def await_hold(self, step: int) -> float:
-        """Nobody holds it."""
         return 0.0
 
     @property
     def draining(self) -> bool:
-        """Whether it is to end."""
         return self.state.drain_reason is not None
 
     def request_drain(self, reason: str, seconds: float) -> None:
-        """End before the next step."""
         self.state.drain_reason = reason
 
     def be_ready(self) -> None:
         """Nobody waits for it."""
 
     def offer(self, evaluating: bool) -> m.Generation:
-        """There is no other generation."""
         return m.NO_GENERATION
 
     def agreed_plan(self, offers: Iterable[m.Generation]) -> m.Plan | None:
-        """There is no other generation."""
         return None
 
     def is_member(self, plan: m.Plan) -> bool:
-        """It is."""
         return True
 
     def await_entry(self) -> m.Plan:
-        """The one generation there is."""
         member = m.Member(self.worker, self.incarnation, "127.0.0.1", 0, self.state.virtual_nodes)
         number = number_above(self.state.floor, time.time())
         return m.Plan(number, "planned", (member,), (), "start", "runs alone")
 
     def enter(self, plan: m.Plan) -> Communicator:
-        """Begin."""
         self.state.plan = plan
         self.communicator = Communicator(plan, 0, (), lambda: None, self._settings.communicator)
         return self.communicator
 
     def say_entered(self, restored: bool) -> None:
-        """Tell the user where the training begins."""
         if restored:
             logger.warning("resumed from the checkpoint of step %d", self.state.step)
 
@@ -125,7 +110,6 @@ class StandaloneSession:
         """Nor will there be."""
 
     def interruption(self, plan: m.Plan | None) -> str | None:
-        """Nothing interrupts it."""
         return None
 
     def check(self) -> None:
@@ -174,15 +158,12 @@ class PastRunSession(StandaloneSession):
     """
 
     def holds_lease(self) -> bool:
-        """The run's leader has done what a leader does."""
         return False
 
     def note(self, kind: Kind, text: str) -> None:
-        """What there was to tell of that run was told."""
         logger.info("%s", text)
 
     def say_entered(self, restored: bool) -> None:
-        """Tell how it gets there."""
         run, step = self.state.run, self.state.step
         how = (
             f"reads its checkpoint of step {step}" if restored else "computes it again, as there is no checkpoint of it"

@@ -54,11 +54,9 @@ class Stopwatch:
             self._attempted, self._failed_attempts, self._repeated_nodes = step, 0, 0
 
     def fail(self) -> None:
-        """The attempt was aborted."""
         self._failed_attempts += 1
 
     def repeat(self, virtual_nodes: int) -> None:
-        """After the abort of an attempt, so many virtual nodes are computed again."""
         if self._failed_attempts:
             self._repeated_nodes += virtual_nodes
 
@@ -70,11 +68,8 @@ class Stopwatch:
         """``step`` is committed; the membership change that came before it, if there was one.
 
         Args:
-            now: the time.
-            step: the number of the committed step.
             members_before: how many workers made the step before it, ``None`` at the start: there may have been others,
                 of whom nobody survived and no checkpoint is left, so the restart is told as one from no workers.
-            generation: the running one.
         """
         passed = None if self._committed_at is None else now - self._committed_at - self._held
         plans, self._plans = self._plans, []
@@ -114,21 +109,17 @@ class Stopwatch:
 
     @property
     def latest_ms(self) -> float | None:
-        """The median of the latest steps of the present generation, in milliseconds."""
         return 1_000 * statistics.median(list(self._latest)[-_LATEST:]) if self._latest else None
 
     @property
     def median_ms(self) -> float | None:
-        """The median duration of a step without a change, in milliseconds."""
         return 1_000 * statistics.median(self._steps) if self._steps else None
 
     @property
     def timed_steps(self) -> int:
-        """How many steps the median is over."""
         return len(self._steps)
 
 
 def _cause(plans: Sequence[m.Plan]) -> m.Cause:
-    """The gravest cause of several generations in a row."""
     order: list[m.Cause] = ["restart", "lost", "broken", "resize", "drain", "join", "rebalance", "stop", "start"]
     return min((plan.cause for plan in plans), key=order.index)

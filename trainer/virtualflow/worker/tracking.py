@@ -22,10 +22,6 @@ class Tracking(StepPart):
     """The trackers of one run, in one worker.
 
     Args:
-        trackers: of the user.
-        session: says who leads.
-        training: whose steps these are.
-        settings: how often they are written.
         clock: monotonic, in seconds.
     """
 
@@ -55,7 +51,6 @@ class Tracking(StepPart):
             self._rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
 
     def log(self, numbers: dict[str, float]) -> None:
-        """The script has logged these behind a step."""
         self._logged |= numbers
 
     def after_script(self, *, leaves: bool) -> None:
@@ -120,30 +115,24 @@ class Tracking(StepPart):
         self._keep(settings.most)
 
     def end(self) -> None:
-        """The training is through: see that the trackers say so, if this worker leads."""
         for writer in self._writers:
             writer.end()
 
     def close(self) -> None:
-        """Let go of what is open."""
         for writer in self._writers:
             writer.close()
 
     @property
     def _written(self) -> int:
-        """The last step that all trackers have from this worker."""
         return min((writer.written for writer in self._writers), default=0)
 
     def _keep(self, most: int) -> None:
-        """Forget the oldest steps but so many."""
         tracked = self._training.tracked
         for step in sorted(tracked)[:-most]:
             del tracked[step]
 
 
 class _Writer:
-    """What one tracker has from this worker."""
-
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
         self.written = 0
@@ -176,7 +165,6 @@ class _Writer:
                 self.tracker.end()
 
     def close(self) -> None:
-        """Let go of what is open."""
         if self._open_in is not None:
             self._open_in = None
             self.tracker.close()

@@ -83,18 +83,15 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training is through."""
         return (self.last_step is not None and self.completed_steps >= self.last_step) or (
             self.epochs is not None and self.position[0] >= self.epochs
         )
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All that is told of the training in numbers."""
         return {**self.metrics, **self.logged}
 
     def commit(self, reduced: Reduced, members: int) -> None:
-        """Apply a complete exchange: the next step's turn has come."""
         epoch, epoch_step = self.position
         epoch_ends = not any(header.more for header in reduced.headers)
         self.update.apply(reduced, epoch_ends)
@@ -126,7 +123,6 @@ class Training:
         self.arrived = True
 
     def _become(self, tree: dict[str, Any], *, given: bool = False) -> dict[str, Any]:
-        """Put a captured state into the training's objects, and return the rest of it."""
         extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
         self.companions.restore(tree.get("state", {}))
         self.update.sync.switches.restore(extra.get("switched", {}))
@@ -142,11 +138,7 @@ class Training:
                     return
 
     def capture(self, *, states: bool = True) -> dict[str, Any]:
-        """Everything, by reference: to be packed or copied before the next step.
-
-        Args:
-            states: without them, the optimizer's state of parameters is left out.
-        """
+        """Everything, by reference: to be packed or copied before the next step."""
         extra = {
             "step": self.completed_steps,
             "position": self.position,
@@ -187,8 +179,6 @@ class Training:
         """Where the large tensors of a state that arrives are to be written, before :meth:`restore`.
 
         Args:
-            tree: the capture, whose large tensors have no content yet.
-            stripes: those tensors.
             reserve: memory for what is not the model's own.
             in_place: into the model's own parameters where they are dense. Only for a worker that has no state to lose:
                 if the rest does not arrive, its model is spoiled.
@@ -249,7 +239,6 @@ class Training:
         self.commit(self.update.complete_pending(norm), members)
 
     def model_hash(self) -> int:
-        """A number that differs when two freshly built models do."""
         beside = {f"state of {name}": value for name, value in self.companions.capture().items()}
         return int(digests.digest({**self.model.state_dict(), **beside})[:15], 16)
 

@@ -26,7 +26,6 @@ class DeviceTurns(StepPart):
     """One worker's turns.
 
     Args:
-        turns: on its device.
         session: says when it is not to be waited for any longer.
         excluded: are told how long was waited: these seconds are nobody's speed.
     """
@@ -35,14 +34,12 @@ class DeviceTurns(StepPart):
         self._turns, self._session, self._excluded = turns, session, excluded
 
     def before_pass(self, attempt: Attempt) -> None:
-        """Have the device for whatever computes."""
         self.take(attempt.number, self._session.check if attempt.number else _wait_on)
 
     def take(self, step: int, check: Callable[[], object]) -> None:
         """Have the device; returns at once where this worker has it.
 
         Args:
-            step: which it is for.
             check: is called while it is waited for, and may raise.
         """
         waited = self._turns.take(step, check)
@@ -50,19 +47,15 @@ class DeviceTurns(StepPart):
             exclude(waited)
 
     def give_back(self) -> None:
-        """Let others compute."""
         self._turns.give_back()
 
     def computed(self, attempt: Attempt) -> None:
-        """Let others compute."""
         self._turns.give_back()
 
     def abandon(self) -> None:
-        """Let others compute."""
         self._turns.give_back()
 
     def close(self) -> None:
-        """Share nothing any more."""
         self._turns.close()
 
 

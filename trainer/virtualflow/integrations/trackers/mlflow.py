@@ -64,7 +64,6 @@ class MLflow:
         self._run, self._fence = "", ""
 
     def open(self, run: str, fence: tuple[int, int]) -> None:
-        """Find the run, or make it."""
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -101,11 +100,9 @@ class MLflow:
             raise NotWritten(error) from error
 
     def close(self) -> None:
-        """Let go of the store."""
         self._client = None
 
     def end(self) -> None:
-        """Mark the run as finished."""
         from mlflow.exceptions import MlflowException
 
         try:

@@ -65,7 +65,6 @@ class TensorBoard:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

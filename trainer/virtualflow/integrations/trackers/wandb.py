@@ -80,13 +80,11 @@ class WeightsAndBiases:
         self._log.append([*map(_history, entries), _summary(entries[-1])])
 
     def close(self) -> None:
-        """Close the file."""
         log, self._log = self._log, None
         if log is not None:
             log.close()
 
     def end(self) -> None:
-        """Say that the run has ended well."""
         from wandb.proto.wandb_internal_pb2 import Record, RunExitRecord
 
         if self._log is not None:
@@ -181,19 +179,12 @@ def _checksum(kind: int, part: bytes) -> int:
 
 
 class _Log:
-    """A new file of records, to be appended to.
-
-    Args:
-        path: of it; what is there is lost.
-    """
-
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._place = 0
         self._number = 0
 
     def append(self, records: Iterable[Any]) -> None:
-        """Add records, and see that they are on the disk."""
         data = b"" if self._place else _HEAD
         for record in records:
             self._number += 1
@@ -220,7 +211,6 @@ class _Log:
             begun = True
 
     def names(self, path: Path) -> bool:
-        """Whether the file is still the one of that name."""
         ours = os.fstat(self._descriptor)
         try:
             there = path.stat()
@@ -229,5 +219,4 @@ class _Log:
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)

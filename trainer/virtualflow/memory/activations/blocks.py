@@ -32,7 +32,6 @@ def find_blocks(
     """The blocks with their names, and a sentence that says which they are.
 
     Args:
-        model: whose blocks.
         wanted: modules of it or their names, in the order in which they run; ``None``: found.
         argument: what a user writes to name them.
         compiled: what a user is to do who has compiled the model.
@@ -63,7 +62,6 @@ def find_blocks(
 
 
 def _check_apart(blocks: Sequence[Named]) -> None:
-    """Refuse a block that is named twice, or within another one."""
     if not blocks:
         raise ConfigurationError("blocks is empty; name the model's blocks, or leave it out to have them found")
     owner: dict[int, str] = {}
@@ -99,7 +97,6 @@ def _longest_chain(model: nn.Module, argument: str) -> tuple[list[Named], str]:
 
 
 def _chains(model: nn.Module) -> Iterator[tuple[str, list[Named]]]:
-    """Containers of two modules or more that can be called, with these."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]

@@ -25,9 +25,6 @@ class Carrier:
     """Copies tensors to a device and back, and counts the bytes.
 
     A copy has the strides of its original, gaps included: kernels may come to other bits with other strides.
-
-    Args:
-        device: that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +47,6 @@ class Carrier:
         return made
 
     def take(self, tensor: Tensor) -> Tensor:
-        """A copy on the host."""
         with self._unseen():
             made = copy_to(tensor, torch.device("cpu"))
         self.bytes_out += made.untyped_storage().nbytes()
@@ -83,7 +79,6 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """The memory from the first of its elements to the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
     return tensor.as_strided((span,), (1,), tensor.storage_offset())
@@ -131,7 +126,6 @@ class Loaded:
     buffers: list[_Buffer]
 
     def renew_buffers(self) -> None:
-        """A virtual node begins: it finds the buffers that every one finds."""
         for buffer in self.buffers:
             buffer.renew()
 
@@ -145,7 +139,6 @@ class Chain:
     """A model's blocks, of which each gets the output of the one before.
 
     Args:
-        model: on the host.
         wanted: its blocks, see ``Memory``; ``None``: the children of the model, an ``nn.Sequential``.
 
     Raises:
@@ -240,7 +233,6 @@ class Chain:
 
 
 def _all_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every place of each."""
     return model.named_buffers(remove_duplicate=False)
 
 
@@ -250,7 +242,6 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _put_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Leave nothing of the device there."""
     for name in _tensors_of(module).keys() - tensors.keys():
         delattr(module, name)
     vars(module).update(tensors)
@@ -259,7 +250,6 @@ def _put_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 def _load_parameters(
     link: ChainedBlock, carrier: Carrier, back: ExitStack
 ) -> tuple[list[nn.Parameter], dict[int, nn.Parameter]]:
-    """Bring a block's parameters, each once: all of them, and the trained ones by place."""
     made: dict[int, nn.Parameter] = {}
     trained: dict[int, nn.Parameter] = {}
     for place, parameter in zip(link.places, link.module.parameters(), strict=True):

@@ -73,7 +73,6 @@ class Ring:
                 del self._kept[size]
 
     def take_back(self, buffer: Tensor) -> None:
-        """Nobody needs it any more."""
         self._kept.setdefault(buffer.numel(), []).append(buffer)
         self.idle += buffer.numel()
         self.used -= buffer.numel()
@@ -90,7 +89,6 @@ class Copies:
         """Copy the storage of ``tensor`` to the host; ``None``: there is no room.
 
         Args:
-            tensor: nobody changes its storage any more.
             gone: told how many bytes of the device are free, as soon as they are.
         """
         source = _bytes_of(tensor)
@@ -139,25 +137,21 @@ class LaneCopies(Copies, ABC):
         self._coming: dict[int, Event] = {}
 
     def back(self, copy: HostCopy) -> Tensor:
-        """As in the base class."""
         self.reclaim()
         there = torch.empty_like(copy.buffer, device=self.device)
         self._coming[there.untyped_storage()._cdata] = self._copy_in(copy.buffer, there)
         return there
 
     def arrive(self, tensor: Tensor) -> None:
-        """As in the base class."""
         event = self._coming.pop(tensor.untyped_storage()._cdata, None)
         if event is not None:
             self._await(event)
 
     def clear(self) -> bool:
-        """As in the base class."""
         self.reclaim(self._leaving_bytes)
         return not self._leaving
 
     def reclaim(self, leaving: int = 0) -> None:
-        """As in the base class."""
         while self._leaving:
             event, source, gone = self._leaving[0]
             if self._leaving_bytes <= leaving and not event.query():
@@ -172,7 +166,6 @@ class LaneCopies(Copies, ABC):
         self._leaving_bytes += source.numel()
 
     def _await(self, event: Event) -> None:
-        """Let what computes wait for a copy back."""
         event.synchronize()
 
     @abstractmethod
@@ -217,7 +210,6 @@ class StreamCopies(LaneCopies):
 
 
 def open_copies(device: torch.device) -> Copies:
-    """What copies from and to that device: beside the computation, where it can."""
     return StreamCopies(device) if device.type == "cuda" else Copies(device)
 
 

@@ -71,9 +71,6 @@ class Executor:
     """The blocks of a model, and what becomes of what they save; before :meth:`follow` all of it is kept.
 
     Args:
-        model: whose parameters and buffers stay where they are.
-        blocks: of it, in the order in which they run.
-        device: of the model.
         copies: carry out what is swapped; without them, copies are done at once.
         rehearses: what is computed again is kept as well, and what cannot be is no error.
     """
@@ -126,7 +123,6 @@ class Executor:
         it shares what another one copies out, which would stay on the device otherwise.
 
         Args:
-            plans: one a block.
             host_bytes: the most that is swapped at a time; what would be more is kept. ``None``: no limit.
             waits: for copies out, where these take time.
         """
@@ -143,14 +139,12 @@ class Executor:
                 self._fetched_at.setdefault(plan.prefetch, []).append(block)
 
     def begin(self) -> None:
-        """A micro-batch begins: nothing of the one before is of interest."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
         self._known = self._ran
         self._forget()
 
     def close(self) -> None:
-        """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
         self._forget()
@@ -298,7 +292,6 @@ class Executor:
             logger.warning("memory: %s", error)
 
     def _reach(self, point: Point) -> None:
-        """The device comes to that point: copies back are issued that are due."""
         self._ran = True
         if self.observer is not None:
             self.observer.reach(point)
@@ -321,15 +314,12 @@ class Executor:
                     entry.swap_in()
 
     def _load(self, block: int, packed: Packed) -> Tensor:
-        """Autograd asks for what it has saved in that block."""
         self._fetch()
         return packed.load() if self.observer is None else self.observer.beside(block, packed.load)
 
 
 @dataclass(frozen=True)
 class _Open:
-    """A visit whose forward pass runs."""
-
     visit: Visit
     hooks: saved_tensors_hooks | None
     """``None``: it is left alone."""

@@ -55,8 +55,6 @@ class Flight:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """What enters a block, on the host."""
-
     leaves: list[Any]
     structure: TreeSpec
     differentiable: list[bool]
@@ -85,8 +83,6 @@ class LayerMajor:
     """Computes a worker's virtual nodes block by block.
 
     Args:
-        chain: the blocks.
-        carrier: brings them to the device.
         summation: the order in which virtual nodes are added up.
         budget: the device's memory, and the host's for what waits there between blocks.
     """
@@ -114,7 +110,6 @@ class LayerMajor:
 
         Args:
             flights: in ascending order.
-            loss: returns one number.
             seed: lets the random streams of a virtual node begin.
             check: called before every visit of a block; may raise.
 
@@ -211,7 +206,6 @@ class LayerMajor:
         self._enter(flight, output, self.carrier.take)
 
     def _bring(self, boundary: _Boundary) -> tuple[Any, dict[int, GradientEdge]]:
-        """What enters a block, on the device, and where autograd is to stop, by position."""
         leaves, edges, brought = list(boundary.leaves), dict[int, GradientEdge](), dict[int, Tensor]()
         for position, leaf in enumerate(boundary.leaves):
             if not isinstance(leaf, Tensor):
@@ -258,7 +252,6 @@ class LayerMajor:
         return separate(_as_autograd_leaves_it(parameter, gradient, owned) for parameter, gradient in pairs)
 
     def _close(self, output: Any, flight: Flight, loss: Loss) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The loss of a virtual node."""
         value = loss(flight, output, tree_map_only(Tensor, self.carrier.bring, list(flight.data[1:])))
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigurationError(
@@ -267,7 +260,6 @@ class LayerMajor:
         return ([value], [None]) if value.requires_grad else ([], [])
 
     def _receive(self, output: Any, flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs that the block behind has gradients for, and these."""
         outputs, incoming = list[Tensor](), list[Tensor | None]()
         for leaf, gradient in zip(tree_flatten(output)[0], flight._gradients, strict=True):
             if gradient is not None:
@@ -310,13 +302,11 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        """The tensor."""
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        """Autograd stops here."""
         return None, None
 
 
@@ -345,7 +335,6 @@ def _as_autograd_leaves_it(parameter: nn.Parameter, gradient: Tensor | None, own
 
 
 def _put_together(of_blocks: Sequence[_OfBlock], count: int) -> Summed:
-    """Sums of all parameters from those of each block, which are over the same virtual nodes."""
     whole: Parts = [(key, [None] * count) for key, _ in of_blocks[0].parts]
     for block in of_blocks:
         for (_, target), (_, tensors) in zip(whole, block.parts, strict=True):

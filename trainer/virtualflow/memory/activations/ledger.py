@@ -78,7 +78,6 @@ class StorageEntry:
             self.alias = None
 
     def swap_in(self) -> Tensor:
-        """It is on the device from now on."""
         if self.alias is None:
             assert self.host is not None
             self._ledger.count(self.size)
@@ -118,11 +117,7 @@ class Saved:
 
 
 class Ledger:
-    """All entries of a model, and their bytes.
-
-    Args:
-        copies: carries out what is swapped.
-    """
+    """All entries of a model, and their bytes."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -147,7 +142,6 @@ class Ledger:
         return Saved(entry, tensor)
 
     def know(self, entry: StorageEntry) -> None:
-        """It is on the device."""
         self._present[entry.key] = entry
 
     def forget(self, entry: StorageEntry) -> None:
@@ -160,7 +154,6 @@ class Ledger:
         self.peak = max(self.peak, self.device_bytes)
 
     def give_back(self, size: int) -> None:
-        """So many fewer."""
         self.device_bytes -= size
 
 
@@ -179,7 +172,6 @@ def _gone(ledger: Ledger, alias: Tensor, version: int, size: int) -> None:
 
 
 def key_of(tensor: Tensor) -> int:
-    """What tells its storage from all others that are in use."""
     return int(tensor.untyped_storage()._cdata)
 
 

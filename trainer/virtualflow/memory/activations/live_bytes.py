@@ -30,7 +30,6 @@ class LiveBytes(TorchDispatchMode):
         self._paused = False
 
     def add(self, tensors: Iterable[Any]) -> None:
-        """These are there."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
@@ -43,7 +42,6 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What is made meanwhile is somewhere else."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -61,7 +59,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Count what an operation makes."""
         made = func(*args, **(kwargs or {}))
         if not self._paused:
             self.add(tree_leaves(made))
@@ -90,12 +87,6 @@ def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.d
     """Call a block without leaving a trace; ``None``: that cannot be done.
 
     What kernels take for themselves and give back is not seen.
-
-    Args:
-        module: the block.
-        arguments: of its call, in which nothing is changed,
-        options: and by name.
-        device: on which it computes.
     """
     if not _leaves_no_trace(module, tree_leaves((arguments, options))):
         return None

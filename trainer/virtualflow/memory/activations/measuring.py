@@ -47,8 +47,6 @@ _LEAST = 1e-9
 
 @dataclass
 class _Seen:
-    """Of one block in one micro-batch."""
-
     forward: float = 0.0
     backward: float = 0.0
     again: float = 0.0
@@ -84,10 +82,6 @@ class Probe:
     """Observes the blocks of an executor.
 
     Args:
-        model: as a whole.
-        blocks: of it, in the order in which they run.
-        device: of the model.
-        clock: by which it computes.
         again: whether a block may be called once more, to count what it needs for a moment.
     """
 
@@ -120,11 +114,9 @@ class Probe:
 
     @property
     def micro_batches(self) -> int:
-        """How many were measured."""
         return len(self._measured)
 
     def begin_micro_batch(self) -> None:
-        """Forget one that has not ended."""
         self._now = _MicroBatch([_Seen() for _ in self._blocks])
         self._held.clear()
         self._handed.clear()
@@ -132,7 +124,6 @@ class Probe:
         self._current = self._repeated = None
 
     def end_micro_batch(self) -> None:
-        """Forward and backward pass are over, and count."""
         self._now.left += sum(self._handed.values())
         self._measured.append(self._now)
         self.begin_micro_batch()
@@ -140,7 +131,6 @@ class Probe:
     # --- what an executor tells ---------------------------------------------------------------------------------------
 
     def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
-        """A block's forward pass begins."""
         seen, boundary = self._now.blocks[visit.block], {}
         later: dict[int, tuple[int, int]] = {}
         for place, tensor in enumerate(inputs):
@@ -167,7 +157,6 @@ class Probe:
         self._began, self._aside = self._time(), 0.0
 
     def _note_skip(self, key: int, size: int, block: int, gradient: int) -> None:
-        """What a block got before enters this one, too."""
         first = self._entering[key][1]
         known = self._now.skips.get(key)
         if block <= first:  # of blocks in another order nothing is known
@@ -177,7 +166,6 @@ class Probe:
         self._now.skips[key] = SkipProfile(first, block, size, gradient)
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
-        """Autograd has saved a tensor."""
         _, took = self._timed(partial(self._hold, visit, tensor))
         self._aside += took
 
@@ -186,7 +174,6 @@ class Probe:
             self._held[key_of(tensor)] = tensor.detach()
 
     def beside(self, block: int, do: Callable[[], _Made]) -> _Made:
-        """Do what the plan asks for beside the computing of that block."""
         again = self._again
         made, took = self._timed(do)
         took = max(0.0, took - (self._again - again))
@@ -240,7 +227,6 @@ class Probe:
         self._current = point.block
 
     def recomputed(self) -> None:
-        """A segment has been computed again."""
         self._end_again(self._time())
 
     def _end_again(self, now: float) -> None:
@@ -357,7 +343,6 @@ class Probe:
         )
 
     def sum_bytes(self) -> int:
-        """A sum of all gradients."""
         return sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
 
 
@@ -389,9 +374,6 @@ def chain_profile(
     """All of it, as a file has it.
 
     Args:
-        probe: that has measured the last of the sizes.
-        sizes: from the smallest to the largest.
-        copies: of the device.
         settings: how copies are measured.
         optimizer: bytes of the optimizer's state.
     """
@@ -421,8 +403,6 @@ class ChainMeasurement:
     A model whose blocks cannot be measured is no error: :attr:`said` says why.
 
     Args:
-        model: whose blocks.
-        device: of the model.
         wanted: its blocks, as the user says; ``None``: they are found.
         settings: how copies are measured, and how many micro-batches do not count.
     """
@@ -448,7 +428,6 @@ class ChainMeasurement:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is something to measure."""
         return bool(self._blocks)
 
     @contextmanager

@@ -59,11 +59,7 @@ class _Buffer:
 
 
 class ModuleState:
-    """All that a block's modules hold now.
-
-    Args:
-        module: the block.
-    """
+    """All that a block's modules hold now."""
 
     def __init__(self, module: nn.Module) -> None:
         self.others: list[Any] = []
@@ -169,7 +165,6 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _bind(attributes: dict[str, Any], values: dict[str, Any]) -> None:
-    """Let these be all attributes there are; most often they are."""
     if (
         len(attributes) == len(values)
         and all(map(is_, attributes, values))
@@ -199,12 +194,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 class Surroundings:
-    """All that a block finds when its forward pass begins.
-
-    Args:
-        module: the block.
-        device: on which it computes.
-    """
+    """All that a block finds when its forward pass begins."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -253,7 +243,6 @@ def read_streams(device: torch.device) -> Streams:
 
 
 def _streams_of(generators: Iterable[Any]) -> Streams:
-    """The states of those that are a block's own; what is no generator has none."""
     states: Streams = []
     numpy = sys.modules.get("numpy")
     for each in generators:
@@ -269,7 +258,6 @@ def _streams_of(generators: Iterable[Any]) -> Streams:
 
 
 def write_streams(states: Streams) -> None:
-    """Let each generator go on from there."""
     for write, state in states:
         write(state)
 

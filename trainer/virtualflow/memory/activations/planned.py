@@ -150,13 +150,7 @@ class Activations:
     says.
 
     Args:
-        model: whose blocks.
-        device: of the model.
-        memory: what the user says.
-        micro_batch: samples of a virtual node.
-        virtual_nodes: of the job.
         optimizer_bytes: asks for the bytes of the optimizer's state, where ``memory`` has it.
-        settings: how much is measured.
 
     Raises:
         ConfigurationError: the model has no such blocks.
@@ -189,11 +183,9 @@ class Activations:
         self._said = said
 
     def close(self) -> None:
-        """Leave the model as it was."""
         self.executor.close()
 
     def begin(self) -> None:
-        """The user's code gets a micro-batch."""
         self.executor.begin()
         self._probe.begin_micro_batch()
 

@@ -87,7 +87,6 @@ class Visit:
         return key not in self.permanent and key not in self.given
 
     def own(self, entry: ref[StorageEntry]) -> None:
-        """An entry is this block's."""
         self.entries.append(entry)
 
     def claim(self, tensor: Tensor) -> None:
@@ -154,11 +153,7 @@ class Recomputation:
     """How one visit is computed again.
 
     Args:
-        visit: which.
-        leaves: the arguments of its forward,
-        structure: and how they are to be put together.
         before: the visit whose outputs may be among them, if that one is in the same segment.
-        device: on which it computes.
     """
 
     def __init__(
@@ -218,10 +213,6 @@ class Recomputation:
 
     def run(self, outputs: list[Any], *, last: bool) -> list[Any]:
         """Compute it again.
-
-        Args:
-            outputs: of the visit before.
-            last: whether nobody wants its own outputs.
 
         Returns:
             These.
