@@ -8,7 +8,7 @@ import virtualflow as vf
 from benchmarks.gpu.parts import Note, Setting
 from benchmarks.gpu.tasks import DeviceTask, optimizer_of, tasks
 from virtualflow.device import MemoryGauge
-from virtualflow.device.settings import MemorySettings
+from virtualflow.device.memory_gauge import MemorySettings
 
 VIRTUAL_NODES = (8, 64)
 STEPS = 4

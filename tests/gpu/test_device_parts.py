@@ -16,10 +16,10 @@ from states import assert_same
 from thread_collectives import Seat, Table
 from torch import Tensor, nn
 
-from virtualflow.data import MicroBatch, Staging, seed_virtual_node
+from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.data.rng import seeded
 from virtualflow.device import MemoryGauge
-from virtualflow.device.settings import MemorySettings
+from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.reduction import Accumulator, Reducer, choose_summation
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.bucket_exchange import flatten, unflatten
@@ -32,6 +32,7 @@ from virtualflow.step.guard import add_bits
 from virtualflow.step.header import Schema, read_numbers, read_together
 from virtualflow.step.state_watch import bytes_of, condense, hash_of, hashes_of
 from virtualflow.transport.interface import ALONE
+from virtualflow.worker.loading import Staging
 
 SHAPES = [(3, 5), (), (1,), (65,), (2, 3, 4), (1_000,)]
 NODES = 8

@@ -13,7 +13,7 @@ from device_models import SAMPLES, STEPS, adamw, images, loss_of, network, train
 from torch import Tensor, nn
 
 import virtualflow as vf
-from virtualflow.device import bit_probe
+from virtualflow.device import probe_bits
 
 
 def single(device: torch.device) -> str:
@@ -137,9 +137,9 @@ def test_every_sample_counts_once_in_an_epoch(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("pinned")
 def test_the_probe_of_bits_repeats(device: torch.device) -> None:
-    found = bit_probe.digest(device)
+    found = probe_bits(device)
     assert found
-    assert found == bit_probe.digest(device)
+    assert found == probe_bits(device)
 
 
 @pytest.mark.gpu
@@ -154,7 +154,7 @@ def test_the_probe_of_bits_sees_tf32() -> None:
     try:
         for allowed in (False, True):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            found.add(bit_probe.digest(torch.device("cuda")))
+            found.add(probe_bits(torch.device("cuda")))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert len(found) == 2

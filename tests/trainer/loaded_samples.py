@@ -16,10 +16,10 @@ import psutil
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from virtualflow.data.dataloader import LoadingSettings
 from virtualflow.data.map_source import LoaderOptions, MapSource, MicroBatch, Source, open_source
 from virtualflow.data.rng import seed_samples, seed_stream_sample
 from virtualflow.data.sampling import SamplePlan
-from virtualflow.data.settings import LoadingSettings
 
 SEED = 7
 NODES = 6

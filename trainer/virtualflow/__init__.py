@@ -61,6 +61,6 @@ def __getattr__(name: str) -> Any:
 
 show_errors_plainly()
 if os.getpid() == 1:
-    from virtualflow._pid1 import prepare_worker
+    from virtualflow._process import prepare_worker
 
     prepare_worker()

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     CHECKPOINT_KEEP,
     CHECKPOINT_SECONDS,
@@ -21,6 +20,7 @@ from virtualflow.protocol.settings import (
     MANIFEST_BACKOFF_LIMIT,
     VIRTUAL_NODES,
     WORKERS,
+    BackwardSpec,
     OnNonFinite,
 )
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.http_api import MemoryCopyState, Status
 from virtualflow.protocol.job_view import describe_nodes
-from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow.protocol.wording import printable
 from virtualflow_operator import reasons

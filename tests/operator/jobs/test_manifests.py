@@ -16,7 +16,6 @@ from pod_standard import beyond_restricted
 from scenes import SETTINGS, body, container, group
 
 from tiers import examples
-from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
@@ -30,6 +29,7 @@ from virtualflow.protocol.settings import (
     ENV_TOKEN,
     ENV_WORKER,
     HASH_SEED,
+    BackwardSpec,
 )
 from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB

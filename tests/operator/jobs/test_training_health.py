@@ -28,8 +28,7 @@ from scenes import (
     worker,
 )
 
-from virtualflow.protocol.http_api import MemoryReport, WorkerSeconds
-from virtualflow.protocol.memory_copy import MemoryCopyState
+from virtualflow.protocol.http_api import MemoryCopyState, MemoryReport, WorkerSeconds
 from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.termination_message import TerminationMessage

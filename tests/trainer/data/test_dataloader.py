@@ -147,7 +147,7 @@ def test_a_loader_process_holds_no_connection_of_its_worker() -> None:
 WORKER = """
     import os, socket, sys, threading
     from virtualflow.data import open_source
-    from virtualflow.data.settings import LoadingSettings
+    from virtualflow.data.dataloader import LoadingSettings
 
     class Stuck:
         def __len__(self): return 8

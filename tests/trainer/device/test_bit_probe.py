@@ -11,7 +11,7 @@ import pytest
 import torch
 from elastic_jobs import MEMBERSHIP, PATIENCE, TOKEN, ElasticJob
 
-from virtualflow.device import bit_probe
+from virtualflow.device import determinism
 from virtualflow.device.determinism import describe_device, pin
 from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_REPRODUCIBILITY, ENV_TOKEN, ENV_WORKER
 
@@ -39,7 +39,7 @@ with vf.elastic(model, optimizer, dataset, batch_size=16, steps=6, virtual_nodes
 def digest() -> str:
     pinned = pin(1, True)
     try:
-        return bit_probe.digest(CPU)
+        return determinism.probe_bits(CPU)
     finally:
         pinned.undo()
 
@@ -49,9 +49,9 @@ def test_it_is_the_same_every_time_and_draws_no_random_numbers(digest: str) -> N
     torch.manual_seed(17)
     pinned = pin(1, True)
     try:
-        assert bit_probe.digest(CPU) == digest
+        assert determinism.probe_bits(CPU) == digest
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            assert bit_probe.digest(CPU) == digest
+            assert determinism.probe_bits(CPU) == digest
         assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(17))
     finally:
         pinned.undo()
@@ -62,14 +62,14 @@ def test_a_device_that_cannot_compute_it_tells_nothing(monkeypatch: pytest.Monke
     def broken(device: torch.device) -> list[torch.Tensor]:
         raise RuntimeError(f"no such kernel on {device}")
 
-    monkeypatch.setattr(bit_probe, "_halves", broken)
-    assert bit_probe.digest(CPU) == ""
+    monkeypatch.setattr(determinism, "_halves", broken)
+    assert determinism.probe_bits(CPU) == ""
 
 
 def in_another_process(**environment: str) -> str:
     code = (
-        "import torch; from virtualflow.device import bit_probe, determinism; determinism.pin(1, True);"
-        "print(bit_probe.digest(torch.device('cpu')), determinism.describe_device(torch.device('cpu')), sep='|')"
+        "import torch; from virtualflow.device import determinism; determinism.pin(1, True);"
+        "print(determinism.probe_bits(torch.device('cpu')), determinism.describe_device(torch.device('cpu')), sep='|')"
     )
     return subprocess.run(
         [sys.executable, "-c", code],

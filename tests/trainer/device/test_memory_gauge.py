@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from virtualflow.device.memory_gauge import MemoryGauge, group_room
-from virtualflow.device.settings import MemorySettings
+from virtualflow.device.memory_gauge import MemoryGauge, MemorySettings, group_room
 from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 
 MEGABYTE = 1 << 20
@@ -36,7 +35,7 @@ def test_the_peak_is_measured_and_forgotten() -> None:
 _SCRIPT = """
 import torch
 from virtualflow.device import MemoryGauge
-from virtualflow.device.settings import MemorySettings
+from virtualflow.device.memory_gauge import MemorySettings
 gauge = MemoryGauge(torch.device("cpu"), MemorySettings())
 for _ in range(3):
     gauge.begin()

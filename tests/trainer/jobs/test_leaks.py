@@ -23,7 +23,7 @@ from tiers import nightly
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import ENV_AUDIT_DIR, ENV_CHECKPOINT_DIR
-from virtualflow.worker.identity import claim_name
+from virtualflow.worker.process import claim_name
 
 
 def train(loaders: int = 0, fail: str = "") -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 import virtualflow as vf
 from tiers import needs
 from virtualflow.data import LoaderOptions, MicroBatch, Source, open_source
-from virtualflow.data.settings import LoadingSettings
+from virtualflow.data.dataloader import LoadingSettings
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.loaders import seed_collate
 from virtualflow.protocol.settings import ENV_WORKER

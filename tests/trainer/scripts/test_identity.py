@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TERMINATION_LOG, ENV_TOKEN, ENV_WORKER
-from virtualflow.worker.identity import NameTaken, claim_name
+from virtualflow.worker.process import NameTaken, claim_name
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ import torch
 from checkpoints import IDENTITY, Counted, flip, tree_of
 
 import virtualflow as vf
-from virtualflow.protocol.memory_copy import CopyHeader
+from virtualflow.protocol.http_api import CopyHeader
 from virtualflow.protocol.messages import Generation
 from virtualflow.state import Checkpointer, JobIdentity, MemoryCopies
 from virtualflow.state.checkpoint_order import Mark

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow.errors import VirtualFlowError
-from virtualflow.step.ghost_batch_norm import GhostBatchNorm
+from virtualflow.step.microbatch_fusion import GhostBatchNorm
 
 SIZES = [
     pytest.param((4, 4, 4), id="equal"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import virtualflow as vf
 from tiers import examples
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.backward import BackwardSpec, PassClass
+from virtualflow.protocol.settings import BackwardSpec, PassClass
 from virtualflow.step.partial_backward import WARM_UP, agreed, blocks_reached
 
 

@@ -29,8 +29,8 @@ from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Attempt, Doubted, OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.step.spot_checks import SpotCheck, choose_check
 from virtualflow.transport.interface import DONE, Message, Pending
+from virtualflow.worker.divergence import SpotChecking
 from virtualflow.worker.repair import Remains, plan_repair
-from virtualflow.worker.spot_checking import SpotChecking
 
 NODES, SIZE, PATIENCE = 6, 2, 60
 MODEL = Counting()

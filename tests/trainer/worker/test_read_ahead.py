@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from tiers import examples
-from virtualflow.data import MicroBatch, Source, Staging, chunks
-from virtualflow.worker.loading import Loading
+from virtualflow.data import MicroBatch, Source, chunks
+from virtualflow.worker.loading import Loading, Staging
 
 EPOCHS = 2
 STEPS_PER_EPOCH = -(-SIZE // BATCH)

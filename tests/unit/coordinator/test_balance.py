@@ -14,8 +14,8 @@ from virtualflow.coordinator.balance import arrange, better_split, gain, predict
 from virtualflow.coordinator.membership import decide
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
-from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.messages import Generation, Member, Pace, Plan
+from virtualflow.protocol.settings import PassClass
 from virtualflow.worker.pace import quartiles
 
 NOW = 1_000.0

@@ -18,7 +18,7 @@ from virtualflow.coordinator.memory_copies import CopyRefusal, check
 from virtualflow.coordinator.settings import CoordinatorSettings, KeptCopySettings
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.memory_copy import HEADER, PATH, CopyHeader
+from virtualflow.protocol.http_api import COPY_HEADER, COPY_PATH, CopyHeader
 from virtualflow.transport import CopyClient, CopyRefused
 from virtualflow.transport.settings import CopySettings
 
@@ -37,13 +37,13 @@ def header(body: bytes, step: int = 1, worker: str = "a", generation: m.Generati
 
 
 async def put(server: Server, head: CopyHeader, body: bytes) -> tuple[int, str]:
-    said = {**RIGHT, HEADER: msgspec.json.encode(head).decode()}
-    async with server.client.put(server.url + PATH, data=body, headers=said) as response:
+    said = {**RIGHT, COPY_HEADER: msgspec.json.encode(head).decode()}
+    async with server.client.put(server.url + COPY_PATH, data=body, headers=said) as response:
         return response.status, (await response.json())["message"]
 
 
 async def newest(server: Server) -> bytes | None:
-    async with server.client.get(server.url + PATH, headers=RIGHT) as response:
+    async with server.client.get(server.url + COPY_PATH, headers=RIGHT) as response:
         return await response.read() if response.status == 200 else None
 
 
@@ -103,11 +103,13 @@ def test_what_is_not_what_was_sent_leaves_the_former_copy() -> None:
             f"a copy of {MOST + 1} bytes is larger than the {MOST} that there is memory for",
         )
         for garbage in ("", "{}", "x" * 4_000, msgspec.json.encode(header(good)).decode().replace("a.0", "")):
-            async with server.client.put(server.url + PATH, data=good, headers={**RIGHT, HEADER: garbage}) as response:
+            async with server.client.put(
+                server.url + COPY_PATH, data=good, headers={**RIGHT, COPY_HEADER: garbage}
+            ) as response:
                 assert response.status == 400
-        async with server.client.put(server.url + PATH, data=good) as response:
+        async with server.client.put(server.url + COPY_PATH, data=good) as response:
             assert response.status == 401
-        async with server.client.get(server.url + PATH) as response:
+        async with server.client.get(server.url + COPY_PATH) as response:
             assert response.status == 401
         assert await newest(server) == good
 
@@ -120,8 +122,8 @@ def test_a_sender_that_stops_is_given_up_and_one_that_comes_later_takes_its_plac
     async def begin(server: Server, head: CopyHeader, size: int, sent: bytes) -> asyncio.StreamReader:
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        lines = [f"PUT {PATH} HTTP/1.1", "Host: x", f"Content-Length: {size}", f"Authorization: Bearer {TOKEN}"]
-        lines.append(f"{HEADER}: {msgspec.json.encode(head).decode()}")
+        lines = [f"PUT {COPY_PATH} HTTP/1.1", "Host: x", f"Content-Length: {size}", f"Authorization: Bearer {TOKEN}"]
+        lines.append(f"{COPY_HEADER}: {msgspec.json.encode(head).decode()}")
         writer.write("\r\n".join([*lines, "", ""]).encode() + sent)
         await writer.drain()
         writers.append(writer)  # one that nobody holds is closed
@@ -215,7 +217,7 @@ def test_a_reader_that_stops_holds_the_copy_for_a_while_only(idle: float) -> Non
         copies = server.coordinator._copies
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as stopped:
-            stopped.sendall(f"GET {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            stopped.sendall(f"GET {COPY_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
             await until(lambda: copies._readers == 1)
             if idle > 1:
                 assert (await put(server, header(b"next", 2), b"next"))[0] == 409

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from virtualflow import _pid1
+from virtualflow import _process
 
 TRAINER = str(Path(__file__).resolve().parents[3] / "trainer")
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
@@ -64,7 +64,7 @@ def test_the_handler_ends_the_process_as_a_shell_would_show_it() -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _pid1.obey_sigterm()
+        _process.obey_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143

@@ -16,9 +16,9 @@ from other_version import ADDED, UNHEARD, encode_newer, encode_older
 from statuses import coordinator_status
 from virtualflow.protocol import http_api, versions
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.http_api import CopyHeader
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, ProtocolMismatch
 from virtualflow.protocol.job_record import JobRecord
-from virtualflow.protocol.memory_copy import CopyHeader
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
 from virtualflow.protocol.versions import Party, explain_mismatch, negotiate

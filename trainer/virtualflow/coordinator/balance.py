@@ -4,7 +4,7 @@ Pure, like the membership decision that it serves. A worker's *pace* is its comp
 measured while it trained, else by a profile of its device, else what is usual among the others. A step takes as long
 as its slowest worker computes, and the rest (gradient synchronization, update) on top, which no split changes.
 
-Where backward passes of some virtual nodes end early (:class:`~virtualflow.protocol.backward.PassClass`), a pace is
+Where backward passes of some virtual nodes end early (:class:`~virtualflow.protocol.settings.PassClass`), a pace is
 that of a virtual node with a whole pass, and a virtual node counts for what it costs. Where they are the same ones for
 a job's life, workers with less memory stand behind those with more, and are assigned only classes whose passes reach no
 larger part of the blocks than their memory is of the largest: what activations take goes with that. If these are too
@@ -24,8 +24,8 @@ from itertools import accumulate
 from virtualflow.coordinator.assignment import assign, assign_by_cost
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
-from virtualflow.protocol.backward import PassClass, class_of
 from virtualflow.protocol.messages import Pace
+from virtualflow.protocol.settings import PassClass, class_of
 from virtualflow.protocol.wording import counted
 
 

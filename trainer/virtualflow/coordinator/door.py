@@ -16,8 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from virtualflow._process import raise_descriptor_limit
 from virtualflow.coordinator.settings import CoordinatorSettings
-from virtualflow.protocol.descriptors import raise_descriptor_limit
 
 logger = logging.getLogger("virtualflow.coordinator.door")
 """For what strangers cause, that is for whatever they can cause a million times."""

@@ -22,7 +22,7 @@ from aiohttp import web
 from virtualflow.coordinator.settings import KeptCopySettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import answer
-from virtualflow.protocol.memory_copy import HEADER, CopyHeader, MemoryCopyState
+from virtualflow.protocol.http_api import COPY_HEADER, CopyHeader, MemoryCopyState
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -92,9 +92,9 @@ class KeptCopies:
     async def receive(self, request: web.Request) -> web.Response:
         """``PUT``: take a copy. One that is sent while another arrives takes its place: its sender came later."""
         try:
-            header = msgspec.json.decode(request.headers.get(HEADER, ""), type=CopyHeader)
+            header = msgspec.json.decode(request.headers.get(COPY_HEADER, ""), type=CopyHeader)
         except msgspec.MsgspecError as error:
-            return answer(400, f"the header {HEADER} does not describe a copy: {error}")
+            return answer(400, f"the header {COPY_HEADER} does not describe a copy: {error}")
         size = request.content_length
         if size is None:
             return answer(411, "a copy needs a Content-Length")
@@ -118,7 +118,7 @@ class KeptCopies:
         copy = self._newest
         if copy is None or copy.run != self._state.run:
             return answer(404, "there is no copy of the training's state")
-        response = web.StreamResponse(headers={HEADER: msgspec.json.encode(copy.header).decode()})
+        response = web.StreamResponse(headers={COPY_HEADER: msgspec.json.encode(copy.header).decode()})
         response.content_length = len(copy.body)
         response.content_type = "application/octet-stream"
         await response.prepare(request)

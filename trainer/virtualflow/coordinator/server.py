@@ -36,7 +36,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol import framing, http_api, job_record, live_view, memory_copy
+from virtualflow.protocol import framing, http_api, job_record, live_view
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE, MAX_TEXT
 from virtualflow.protocol.versions import RUNS_PROTOCOL
@@ -141,8 +141,8 @@ class CoordinatorServer:
         app.router.add_get("/v1/status", self._watchers.show)
         app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
-        app.router.add_put(memory_copy.PATH, self._copies.receive)
-        app.router.add_get(memory_copy.PATH, self._copies.give)
+        app.router.add_put(http_api.COPY_PATH, self._copies.receive)
+        app.router.add_get(http_api.COPY_PATH, self._copies.give)
         app.router.add_get(job_record.PATH, self._records.give)
         app.router.add_put(job_record.PATH, self._records.take)
         for kind, path in http_api.PATHS.items():

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.messages import NO_GENERATION, Cause, Doing, Generation, Pace, Plan
-from virtualflow.protocol.settings import MAX_REASON
+from virtualflow.protocol.settings import MAX_REASON, PassClass
 
 
 @dataclass(frozen=True)

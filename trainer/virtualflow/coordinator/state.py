@@ -17,10 +17,9 @@ from virtualflow.coordinator.settings import KEYS, KNOWN_GENERATIONS, MAX_BUNDLE
 from virtualflow.coordinator.snapshot import Cluster
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.backward import PassClass
-from virtualflow.protocol.memory_copy import MemoryCopyState
+from virtualflow.protocol.http_api import MemoryCopyState
 from virtualflow.protocol.messages import Generation, Keys, Publish
-from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.settings import PassClass, Reproducibility
 
 # What the members of a generation tell each other to connect, relayed by the coordinator; bounded.
 #

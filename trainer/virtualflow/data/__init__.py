@@ -8,7 +8,6 @@ from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, check_dataset, open_source
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
 from virtualflow.data.sampling import Orders, Sampler, check_whole, chunks, micro_batch, open_orders
-from virtualflow.data.staging import Staged, Staging
 
 __all__ = [
     "ALL",
@@ -18,8 +17,6 @@ __all__ = [
     "Orders",
     "Sampler",
     "Source",
-    "Staged",
-    "Staging",
     "check_dataset",
     "check_whole",
     "chunks",

@@ -468,3 +468,16 @@ def _reads(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@dataclass(frozen=True)
+class LoadingSettings:
+    """Loading, with and without loader processes."""
+
+    gathered: int = 1 << 20
+    """Samples of a step that are rows of tensors are gathered at once up to so many bytes. Beyond, the calls that this
+    saves no longer count beside the copying, and the memory does."""
+    alignment: int = 64
+    """Bytes at whose multiples PyTorch's allocator for the CPU begins a tensor."""
+    grace: float = 5.0
+    """How long a loader process may take to finish the batch in hand before it is killed."""

@@ -21,6 +21,7 @@ from virtualflow.data.dataloader import (
     Collate,
     Early,
     LoaderOptions,
+    LoadingSettings,
     MicroBatch,
     check_options,
     close_loader,
@@ -30,7 +31,6 @@ from virtualflow.data.dataloader import (
 )
 from virtualflow.data.rng import seed_stream_sample
 from virtualflow.data.sampling import micro_batch
-from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
 
 _OPENING = -1

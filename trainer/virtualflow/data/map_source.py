@@ -26,6 +26,7 @@ from virtualflow.data.dataloader import (
     Collate,
     Early,
     LoaderOptions,
+    LoadingSettings,
     MicroBatch,
     Source,
     check_options,
@@ -37,7 +38,6 @@ from virtualflow.data.dataloader import (
 from virtualflow.data.iterable_source import Shardable, StreamSource
 from virtualflow.data.rng import derive_seed, seed_samples, seeded
 from virtualflow.data.sampling import Orders, SamplePlan, chunks, micro_batch
-from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.wording import counted
 

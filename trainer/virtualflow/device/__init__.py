@@ -11,6 +11,7 @@ from virtualflow.device.determinism import (
     fingerprint,
     has_spare_processor,
     pin,
+    probe_bits,
 )
 from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage
 
@@ -26,4 +27,5 @@ __all__ = [
     "fingerprint",
     "has_spare_processor",
     "pin",
+    "probe_bits",
 ]

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-from virtualflow.device.settings import MemorySettings
-
 # Memory that this process has freed and its allocator keeps, and how it goes back to the kernel.
 #
 # A worker's allocator is told to keep what is freed (see ``MALLOC_TRIM_THRESHOLD_``), since the next step wants it
@@ -209,3 +207,15 @@ def group_room(root: Path) -> int | None:
             return None
         return max(0, int(most) - used + int(lines.get(cache, 0)))
     return None
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """How much memory a worker may use."""
+
+    device_share: float = 0.85
+    """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
+    machine_share: float = 0.5
+    """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
+    kept: int = 128 << 20
+    """Freed memory that a worker on the CPU keeps across a change of the members, at most."""

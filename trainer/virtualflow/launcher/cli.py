@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from virtualflow._pid1 import obey_sigterm
+from virtualflow._process import obey_sigterm
 from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings
 from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.launcher.settings import LauncherSettings

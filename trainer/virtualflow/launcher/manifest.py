@@ -15,7 +15,6 @@ import msgspec
 
 from virtualflow.atomic_file import read_regular
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     ACTIVATIONS,
     BACKOFF_LIMIT,
@@ -27,6 +26,7 @@ from virtualflow.protocol.settings import (
     ON_NON_FINITE,
     PLACEMENTS,
     REPRODUCIBILITY,
+    BackwardSpec,
 )
 from virtualflow.protocol.wording import parse_bytes
 

@@ -14,7 +14,6 @@ import msgspec
 from virtualflow._start import from_start
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import settings as names
-from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     ACTIVATIONS,
     ON_NON_FINITE,
@@ -22,6 +21,7 @@ from virtualflow.protocol.settings import (
     REPRODUCIBILITY,
     THREADS,
     ActivationsChoice,
+    BackwardSpec,
     OnNonFinite,
     Placement,
     Reproducibility,

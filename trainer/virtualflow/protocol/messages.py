@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.metrics import Metrics, NotFinite
 from virtualflow.protocol.settings import (
     HEARTBEAT_LIMIT,
@@ -27,6 +26,7 @@ from virtualflow.protocol.settings import (
     MAX_VIRTUAL_NODES,
     MAX_WORD,
     MAX_WORKERS,
+    PassClass,
     Reproducibility,
 )
 
@@ -235,7 +235,7 @@ class Hello(Base, frozen=True, tag="hello"):
     device: Sentence = ""
     """The type of its device, for people to read."""
     self_test: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """The digest of what its device computes (``bit_probe``); empty where bits need not be equal, or it has none."""
+    """The digest of what its device computes (``probe_bits``); empty where bits need not be equal, or it has none."""
     oldest_protocol: Count | None = None
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.protocol.memory_copy import CopyHeader
+from virtualflow.protocol.http_api import CopyHeader
 from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec

@@ -4,7 +4,7 @@ run as one micro-batch.
 """
 
 from virtualflow.step.backward_cut import BackwardCut
-from virtualflow.step.buffer_sums import BufferKind, choose_sums
+from virtualflow.step.buffers import BufferKind, choose_sums
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers

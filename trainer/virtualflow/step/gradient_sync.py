@@ -22,8 +22,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Owners, Parts, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
-from virtualflow.step.buffer_sums import add_up_changes, write_changes
-from virtualflow.step.buffers import BufferTracker, Switches, summed_as
+from virtualflow.step.buffers import BufferTracker, Switches, add_up_changes, summed_as, write_changes
 from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
     HeaderFormat,

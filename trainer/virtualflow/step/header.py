@@ -122,7 +122,7 @@ class StepHeader:
     switched: frozenset[int] = frozenset()
     """The parameters, by place, that its first record with samples has frozen or unfrozen."""
     summed: tuple[bytes, ...] = ()
-    """The changes that each of its records adds to buffers (``buffer_sums``)."""
+    """The changes that each of its records adds to buffers."""
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -8,20 +8,129 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from virtualflow.data import chunks
 from virtualflow.device import MemoryGauge, device_of
-from virtualflow.device.settings import MemorySettings
+from virtualflow.device.memory_gauge import MemorySettings
+from virtualflow.errors import VirtualFlowError
+from virtualflow.protocol.wording import counted
 from virtualflow.step.fusion_tuner import Tuner
-from virtualflow.step.ghost_batch_norm import GhostBatchNorm
 from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.settings import FusionSettings
 
 logger = logging.getLogger("virtualflow.worker")
+
+# Batch norm over each virtual node's samples of a micro-batch that holds several: ghost batch norm.
+#
+# Normalising over a larger batch would be another training. So while a micro-batch of several virtual nodes is with the
+# user's code, each batch norm in use splits its input and normalises each virtual node's samples by themselves. All
+# start from the same running statistics, and the result is their mean, weighted by samples.
+#
+# While a run is active, each batch norm's ``forward`` is an attribute of the instance; a copy of the model that is made
+# meanwhile (``copy.deepcopy``) gets one of its own, which does what the original method does.
+
+_ADVICE = 'pass batch_norm="micro-batch" or max_fused=1 to vf.elastic'
+
+
+class GhostBatchNorm:
+    """Takes over the batch norms of ``model`` until :meth:`undo`.
+
+    :attr:`obstacle` says why micro-batches of this model cannot be split, once that is known: that a model has a
+    foreign kind of batch norm is known at once; that one gets something else than a row a sample, when it has run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.obstacle: str | None = None
+        self.sizes: tuple[int, ...] = ()
+        """Samples of each virtual node in the present micro-batch."""
+        self._replaced: list[_SplitForward] = []
+        for name, module in model.named_modules():
+            if not isinstance(module, _BatchNorm):
+                continue
+            own = vars(module).get("forward")
+            if type(module).forward is not _BatchNorm.forward or not (own is None or isinstance(own, _SplitForward)):
+                self.obstacle = f"{name} is a {type(module).__name__} with a forward of its own"
+                continue
+            split = _SplitForward(module, name, self)
+            module.forward = split  # type: ignore[assignment, method-assign]
+            self._replaced.append(split)
+
+    def undo(self) -> None:
+        self.sizes = ()
+        for split in self._replaced:
+            if vars(split.module).get("forward") is split:
+                del split.module.forward
+        self._replaced.clear()
+
+    def note_rows(self, name: str, rows: int) -> None:
+        """A batch norm has been given ``rows`` rows.
+
+        Raises:
+            VirtualFlowError: they cannot be told apart by virtual node.
+        """
+        samples = sum(self.sizes)
+        if rows == samples or not samples:
+            return
+        if len(self.sizes) > 1:
+            raise VirtualFlowError(
+                f"batch norm {name} got {counted(rows, 'row')} for a micro-batch of "
+                f"{counted(samples, 'sample')}, so they cannot be told "
+                f"apart by virtual node; {_ADVICE}"
+            )
+        self.obstacle = f"batch norm {name} gets {counted(rows, 'row')} for {counted(samples, 'sample')}"
+
+
+class _SplitForward:
+    def __init__(self, module: _BatchNorm, name: str, owner: GhostBatchNorm | None) -> None:
+        self.module = module
+        self.name = name
+        self._owner = owner
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the model, or what is read from a file, is somebody else's: it is not told of micro-batches.
+        return _SplitForward, (self.module, self.name, None)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        module, owner = self.module, self._owner
+        uses_batch = module.training or (module.running_mean is None and module.running_var is None)
+        if owner is not None and uses_batch:
+            owner.note_rows(self.name, rows.shape[0])
+            if len(owner.sizes) > 1:
+                module._check_input_dim(rows)  # type: ignore[no-untyped-call]
+                return normalize_apart(module, rows, owner.sizes)
+        return _BatchNorm.forward(module, rows)
+
+
+def normalize_apart(module: _BatchNorm, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Normalise consecutive stretches of ``rows`` (``[n, channels, ...]``) of these ``sizes``, each by itself.
+
+    Running statistics become the mean, weighted by size, of what each stretch alone would have made of them.
+    """
+    momentum = module.momentum
+    tracks = module.training and module.track_running_stats
+    if tracks and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / float(module.num_batches_tracked)
+    mean = module.running_mean if tracks else None
+    var = module.running_var if tracks else None
+    outcomes, passed, samples = [], 0, sum(sizes)
+    for part, size in zip(torch.split(rows, list(sizes)), sizes, strict=True):
+        # Each stretch updates what those before it have left. Of r <- (1 - m_i) r + m_i s_i one after the other
+        # remains (1 - m) r + m sum(w_i s_i) with m_i = m w_i / (1 - m (w_(i+1) + ...)).
+        passed += size
+        later = (samples - passed) / samples
+        share = (momentum or 0.0) * (size / samples) / (1.0 - (momentum or 0.0) * later)
+        outcomes.append(F.batch_norm(part, mean, var, module.weight, module.bias, True, share, module.eps))
+    return torch.cat(outcomes)
+
 
 BatchNorm = Literal["virtual-node", "micro-batch"]
 """Over which samples batch norm normalises."""

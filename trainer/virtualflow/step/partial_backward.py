@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.backward import BackwardSpec, PassClass, class_of
-from virtualflow.protocol.settings import MAX_CLASSES
+from virtualflow.protocol.settings import MAX_CLASSES, BackwardSpec, PassClass, class_of
 from virtualflow.protocol.wording import counted
 from virtualflow.step.settings import FORWARD_SHARE
 

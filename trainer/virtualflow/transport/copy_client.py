@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from virtualflow.errors import VirtualFlowError
-from virtualflow.protocol.http_api import Answer
-from virtualflow.protocol.memory_copy import HEADER, PATH, CopyHeader
+from virtualflow.protocol.http_api import COPY_HEADER, COPY_PATH, Answer, CopyHeader
 from virtualflow.transport.settings import CopySettings
 
 _ANSWER = 65_536
@@ -49,7 +48,7 @@ class CopyClient:
             CopyRefused: the coordinator does not take it.
         """
         size = sum(part.nbytes for part in parts)
-        headers = {HEADER: msgspec.json.encode(header).decode(), "Content-Length": str(size)}
+        headers = {COPY_HEADER: msgspec.json.encode(header).decode(), "Content-Length": str(size)}
         with self._request("PUT", headers) as connection:
             for part in parts:
                 for start in range(0, part.nbytes, self._settings.piece):
@@ -98,7 +97,7 @@ class CopyClient:
                 if self._closed:
                     raise ConnectionAbortedError("this worker ends")
                 self._open = connection
-            connection.putrequest(method, self._url.path + PATH)
+            connection.putrequest(method, self._url.path + COPY_PATH)
             for name, value in {"Authorization": f"Bearer {self._token}", **headers}.items():
                 connection.putheader(name, value)
             connection.endheaders()
@@ -117,7 +116,7 @@ def _read_header(response: http.client.HTTPResponse) -> CopyHeader | None:
     if response.status != 200:
         raise ConnectionError(_sentence(response))
     try:
-        return msgspec.json.decode(response.headers.get(HEADER, ""), type=CopyHeader)
+        return msgspec.json.decode(response.headers.get(COPY_HEADER, ""), type=CopyHeader)
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"what answers is no coordinator: {error}") from error
 

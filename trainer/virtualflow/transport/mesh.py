@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from virtualflow._process import raise_descriptor_limit
 from virtualflow.errors import CommunicatorBroken
-from virtualflow.protocol.descriptors import raise_descriptor_limit
 
 LANES = 2
 """Connections of each pair: of the thread that trains, and of the one that exchanges beside it."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from virtualflow._arguments import checked
 from virtualflow.data import LoaderOptions, MicroBatch, Source, check_dataset, open_source, seed_virtual_node
-from virtualflow.data.settings import LoadingSettings
+from virtualflow.data.dataloader import LoadingSettings
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
 from virtualflow.protocol.wording import counted
 from virtualflow.state import codec

@@ -16,8 +16,7 @@ from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
 from virtualflow.step import Attempt, Told, forget_cached_weights
 from virtualflow.worker.setup import Context
-from virtualflow.worker.spans import span
-from virtualflow.worker.step import Loss
+from virtualflow.worker.step import Loss, span
 
 
 class LayeredAttempts:

@@ -33,15 +33,13 @@ from virtualflow.step import (
     copy_data,
     forget_cached_weights,
 )
-from virtualflow.worker.divergence import end_by_divergence
+from virtualflow.worker.divergence import SpotChecking, end_by_divergence
 from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
-from virtualflow.worker.spans import profiled, span
-from virtualflow.worker.spot_checking import SpotChecking
-from virtualflow.worker.step import Step, read_weight
+from virtualflow.worker.step import Step, profiled, read_weight, span
 
 if TYPE_CHECKING:
     from virtualflow.worker.layers import LayeredAttempts

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.lineage import Lineage
-from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.settings import PassClass, Reproducibility
 from virtualflow.worker.repair import Repair
 
 

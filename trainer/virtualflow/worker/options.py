@@ -18,9 +18,8 @@ from torch.nn.parameter import is_lazy
 from virtualflow.data import LoaderOptions, Sampler, check_whole, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.settings import BackwardSpec, Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval, agreed, why_not_separable

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow.atomic_file import write_whole
-from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_source, seed_virtual_node
+from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled, installed
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.wording import counted
+from virtualflow.worker.loading import Staging
 from virtualflow.worker.options import Options
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.train_state import signature_hash

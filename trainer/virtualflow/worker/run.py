@@ -36,9 +36,9 @@ from virtualflow.protocol.metrics import as_metrics, check_metric_name
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.protocol.wording import describe_end
 from virtualflow.state import join_optimizers
-from virtualflow.worker.identity import NameTaken, claim_name
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options, check_model
+from virtualflow.worker.process import NameTaken, Sigterm, claim_name
 from virtualflow.worker.reporter import report_failure
 from virtualflow.worker.request import FormerRun, Request
 from virtualflow.worker.saving import agree_on_end, complete_leader
@@ -46,7 +46,6 @@ from virtualflow.worker.script import read_exit
 from virtualflow.worker.session import RunIsOver
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.setup import Context, connect, open_session, set_up
-from virtualflow.worker.sigterm import Sigterm
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.step import Step
 

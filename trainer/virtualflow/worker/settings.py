@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from virtualflow.data.settings import LoadingSettings
-from virtualflow.device.settings import MemorySettings
+from virtualflow.data.dataloader import LoadingSettings
+from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import MemoryCopySettings, TransferSettings, VolumeSettings

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from virtualflow.data import Orders, Source, Staging, open_orders, open_source
-from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
+from virtualflow.data import Orders, Source, open_orders, open_source
+from virtualflow.device import describe_device, device_of, fingerprint, pin, probe_bits
 from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
@@ -47,7 +47,7 @@ from virtualflow.step import (
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.contents import describe_contents
-from virtualflow.worker.loading import Loading
+from virtualflow.worker.loading import Loading, Staging
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.options import describe_samples
@@ -275,7 +275,7 @@ def connect(context: Context) -> None:
             session.state.classes, session.state.capacity = request.backward.classes(), request.capacity
         session.state.pace, warning = foretell_pace(request.environment, context.situation)
         if request.bitwise:
-            session.state.self_test = bit_probe.digest(request.device)
+            session.state.self_test = probe_bits(request.device)
     try:
         session.start()
     except VirtualFlowError as error:

@@ -7,6 +7,7 @@ still importing would therefore not notice that its pod is to end, and be waited
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from types import FrameType
@@ -32,3 +33,11 @@ def obey_sigterm() -> None:
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """The handler."""
     os._exit(EXIT_CODE)
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process have as many descriptors as it may; that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 20

@@ -1,0 +1,174 @@
+"""This process as a worker: its name, which belongs to one process and not to all that inherit it, and SIGTERM.
+
+Whoever starts a worker tells it its name in the environment, which its children get as well: loader processes, an
+evaluation script, a second process beside the first. To the coordinator, the latest process of a name is a restarted
+worker, so a child that came forward under its parent's would take its place. Hence a process claims its name on its
+machine before it does: the kernel lets go of the claim when the process ends, however it does.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+from virtualflow._process import end_at_once
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.environment import WorkerEnvironment
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class NameTaken(ConfigurationError):
+    """This process is none that may speak for the worker, not even to say why it ends."""
+
+
+_claims: dict[bytes, socket.socket] = {}
+"""Of this process."""
+
+
+def _let_go() -> None:
+    for claim in _claims.values():
+        claim.close()
+    _claims.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def claim_name(environment: WorkerEnvironment) -> None:
+    """See that this process is the one that may come forward under the worker's name.
+
+    Raises:
+        NameTaken: it only runs the script again to begin as a child, or another process has the name.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise NameTaken(
+            f"this process (pid {os.getpid()}) is no worker but a child of process {os.getppid()}, and runs the script "
+            'again to begin: put its training under if __name__ == "__main__":, as Python asks of scripts whose '
+            "processes are spawned"
+        )
+    coordinator = environment.coordinator
+    if coordinator is None or environment.profile_out is not None or sys.platform != "linux":
+        return
+    job = "\n".join((coordinator, environment.token, environment.worker))
+    name = b"\0virtualflow-" + hashlib.sha256(job.encode()).hexdigest()[:40].encode()
+    if name in _claims:
+        return
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(name)
+        claim.listen(1)
+    except OSError as error:
+        claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise NameTaken(
+            f"this process (pid {os.getpid()}) has inherited the name {environment.worker}, which process "
+            f"{_holder(name)} trains under: only one process of a worker may use vf.elastic; to train here beside the "
+            "job, start this script without it, by: env -u VIRTUALFLOW_COORDINATOR -u VIRTUALFLOW_CHECKPOINT_DIR ..."
+        ) from None
+    _claims[name] = claim
+
+
+def _holder(name: bytes) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(1.0)
+        try:
+            asking.connect(name)
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:
+            return "another"
+    return str(struct.unpack("3i", credentials)[0])
+
+
+# SIGTERM while a run lasts: it asks for a drain, and then does what the script's own handler does.
+#
+# Batch systems send it before they take a machine away, and scripts have handlers of their own for that, which set a
+# flag or write a file. Both are to know, wherever the script has set its handler: one that it sets inside the run is
+# found between two steps.
+
+_look_up: Callable[[int], Any] = import_module("_signal").getsignal
+"""``signal.getsignal``, without the making of enums, which takes longer than all else between two steps."""
+
+
+_SIGTERM = int(signal.SIGTERM)
+
+
+class Sigterm:
+    """The handler of one run."""
+
+    def __init__(self, drain: Callable[[], None], warn: Callable[[str], None]) -> None:
+        self._drain, self._warn = drain, warn
+        self._process = os.getpid()
+        self._former: Any = None
+        """The script's handler, or what stood in its place."""
+        self._handler = self._handle  # one object, to be known again
+        self._open = self._calling = False
+        self._told: Any = None
+
+    def open(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._former, self._open = signal.signal(signal.SIGTERM, self._handler), True
+
+    def look(self) -> None:
+        """Find a handler that the script has set since, and call it after ours."""
+        if self._open and _look_up(_SIGTERM) is not self._handler:
+            self._replaced()
+
+    def close(self) -> None:
+        if self._open and signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
+        self._open = False
+
+    def _replaced(self) -> None:
+        found = signal.getsignal(signal.SIGTERM)
+        if callable(found):
+            if threading.current_thread() is threading.main_thread():
+                self._former = found
+                signal.signal(signal.SIGTERM, self._handler)
+        elif found is not self._told:
+            self._told = found
+            what = "is ignored" if found == signal.SIG_IGN else "ends this process at once"
+            self._warn(
+                f"SIGTERM {what} since the script has set signal.{getattr(found, 'name', 'a handler')} inside the run: "
+                "it no longer asks for a drain, and the worker will be killed; leave SIGTERM as it is there, or set a "
+                "handler, which is called as well"
+            )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._pass_on(number, frame)
+            return
+        self._drain()
+        # A handler that calls the one before it comes back here.
+        if self._calling or not callable(self._former) or self._former is end_at_once:
+            return
+        self._calling = True
+        try:
+            self._former(number, frame)
+        except (SystemExit, KeyboardInterrupt):
+            pass  # It is to end, and does so by the drain, in order.
+        except Exception as error:  # noqa: BLE001 - raised here, it would strike between any two lines
+            logger.warning("the script's SIGTERM handler raised %r; this worker drains", error)
+        finally:
+            self._calling = False
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """A process that the script has forked is no worker: do there what would be done without a run."""
+        if callable(self._former):
+            self._former(number, frame)
+        elif self._former != signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
