@@ -142,10 +142,6 @@ class Source(Protocol):
 
         The two differ where the dataset or ``collate_fn`` remembers what it has given.
 
-        Args:
-            batch: has just been fetched at this position.
-            epoch: of the position.
-
         Returns:
             ``None`` if they cannot differ, or reading again takes too long.
         """
@@ -360,9 +356,6 @@ _LOOK = 0.001
 
 def read(iterator: Iterator[Any], seen: int) -> tuple[Any, int]:
     """The next item of a ``DataLoader``'s ``iterator``, and how many ends of child processes it takes account of.
-
-    Args:
-        seen: of those ends, how many former reads have taken account of.
 
     Raises:
         LoaderKilled: a process of the loader was killed.

@@ -172,7 +172,6 @@ class MicroBatches(Dataset[tuple[Task | Look | None, Any]]):
         return samples
 
     def gather_one(self, indices: Tensor) -> list[Tensor]:
-        """The rows at ``indices`` as one micro-batch."""
         return [_gather(tensor, indices) for tensor in self._dataset.tensors]
 
     def gathers_at_once(self, rows: int, size: int) -> bool:
@@ -189,7 +188,6 @@ class MicroBatches(Dataset[tuple[Task | Look | None, Any]]):
         )
 
     def gather(self, indices: Tensor, size: int) -> Iterator[list[Tensor]]:
-        """The rows at ``indices`` as micro-batches of ``size``."""
         # They share memory and nothing else; pieces of an ordinary split would share a version counter, too.
         pieces = [torch.unsafe_split(_gather(tensor, indices), size) for tensor in self._dataset.tensors]
         return (list(batch) for batch in zip(*pieces, strict=True))
@@ -241,9 +239,7 @@ def open_source(
         dataset: map-style (``__getitem__`` and ``__len__``), or `Shardable`.
         seed: of the job; the order of the samples and the randomness inside the dataset follow from it.
         shuffle: a new order every epoch. Streams come in the order of their shards, whatever this says.
-        drop_last: leave out a last short batch (map-style only).
         epochs: nothing is loaded ahead beyond them; ``None`` for no end.
-        options: passed through to the ``DataLoader``.
         settings: how much is gathered at once, and how long `Source.close` waits for loader processes.
         orders: of a sampler, instead of shuffling (map-style only).
 
@@ -293,7 +289,6 @@ class MapSource:
         options: LoaderOptions,
         settings: LoadingSettings,
     ) -> None:
-        """Open the source over ``dataset``; the arguments and errors are those of `open_source`."""
         check_options(options)
         micro_batch(plan.batch_size, virtual_nodes)
         self._plan = plan
@@ -528,11 +523,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Check that ``dataset`` is something that has samples.
-
-    Raises:
-        ConfigurationError: it is something else that people have at hand.
-    """
+    """Check that ``dataset`` is something that has samples."""
     instead = _instead(dataset)
     if instead is not None:
         raise ConfigurationError(f"the dataset is {instead}")

@@ -71,11 +71,7 @@ class Orders:
             )
 
     def order(self, epoch: int) -> Tensor:
-        """The indices of an epoch's samples, int64 ``[length]``; the same index may be there several times.
-
-        Raises:
-            ConfigurationError: they are not as many as in the first epoch, or no indices.
-        """
+        """The indices of an epoch's samples, int64 ``[length]``; the same index may be there several times."""
         order = self._ask(epoch)
         if len(order) != self.length:
             raise ConfigurationError(
@@ -176,11 +172,7 @@ def chunks(assigned: range, width: int) -> list[range]:
 
 
 def check_whole(name: str, value: Any) -> None:
-    """Check that an argument is a whole number; one of NumPy's is, too.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """Check that an argument is a whole number; one of NumPy's is, too."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigurationError(f"{name} is {value!r}; it must be a whole number, an int")
 
@@ -251,7 +243,6 @@ class SamplePlan:
         return min(self.batch_size, self.samples_per_epoch - epoch_step * self.batch_size)
 
     def size(self, epoch_step: int, virtual_node: int, virtual_nodes: int) -> int:
-        """Return how many samples ``virtual_node`` gets in a step; arguments and errors as of `indices`."""
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
         return end - begin
 
@@ -264,7 +255,6 @@ class SamplePlan:
 
         Raises:
             ConfigurationError: the batch does not divide evenly over ``virtual_nodes``.
-            IndexError: there is no such step in an epoch, or no such virtual node.
         """
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
         if count > 1:

@@ -58,9 +58,6 @@ class FreedMemory:
 
     What is free in the heap includes what was given back. So it is told by what is resident beyond what is in use, less
     what that came to when nothing was kept (code, and memory of others than the allocator).
-
-    Args:
-        most: bytes that may be kept.
     """
 
     def __init__(self, most: int) -> None:

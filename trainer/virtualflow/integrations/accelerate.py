@@ -100,7 +100,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
 
     @property
     def run(self) -> Run:
-        """The run of the library, within the loop over the epochs: its metrics, its steps."""
         return self._loop.run
 
     def _do_sync(self) -> None:
@@ -200,7 +199,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
         return model
 
     def free_memory(self, *objects: Any) -> Any:
-        """As the ``Accelerator``'s."""
         self._loader = None
         return super().free_memory(*objects)
 

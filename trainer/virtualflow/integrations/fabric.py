@@ -80,7 +80,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
     @property
     def run(self) -> Run:
-        """The run of the library, within the loop over the epochs: its metrics, its steps."""
         return self._loop.run
 
     @property
@@ -220,7 +219,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
     @property
     def global_rank(self) -> int:
-        """0 in the leader, 1 in all others."""
         return 0 if self._loop.leader else 1
 
     @global_rank.setter

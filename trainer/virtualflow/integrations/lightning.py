@@ -86,7 +86,6 @@ class Notes:
         """For the hooks of another name, whose values Lightning resets."""
 
     def tell(self, results: Any, metrics: Mapping[str, float], device: torch.device) -> None:
-        """Let the means over all samples of the step be what was logged."""
         for name, options in self.known.items():
             if name in metrics:
                 results.log(
@@ -109,7 +108,6 @@ class Story:
         self._trainer, self._notes = trainer, notes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it, the same on all workers."""
         connector, results = self._trainer._logger_connector, self._trainer.fit_loop.epoch_loop._results
         return {
             "callbacks": {name: each.state_dict() for name, each in self._callbacks.items()},
@@ -126,7 +124,6 @@ class Story:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Become what :meth:`state_dict` gave."""
         trainer, connector = self._trainer, self._trainer._logger_connector
         results, device = trainer.fit_loop.epoch_loop._results, trainer.lightning_module.device
         for logger, version in zip(trainer.loggers, saved["versions"], strict=True):
@@ -352,7 +349,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
     @property
     def global_rank(self) -> int:
-        """0 in the leader, 1 in all others."""
         return 0 if self._leads else 1
 
     @global_rank.setter
@@ -377,7 +373,6 @@ class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
     _data_fetcher: Any
 
     def run(self) -> None:
-        """What ``Trainer.fit`` calls."""
         trainer, strategy = self.trainer, self.trainer.strategy
         self.setup_data()
         if self.skip:

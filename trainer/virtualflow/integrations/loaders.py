@@ -32,7 +32,6 @@ def refuse_streams(dataset: Any, name: str) -> None:
 
 
 def options_of(loader: Any) -> LoaderOptions:
-    """How a ``DataLoader`` loads."""
     return {
         "num_workers": loader.num_workers,
         "collate_fn": seed_collate(loader.collate_fn),

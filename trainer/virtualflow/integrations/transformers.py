@@ -71,7 +71,6 @@ class Story:
         return {"told": json.dumps({"state": state, "callbacks": callbacks, "losses": losses}, sort_keys=True)}
 
     def load_state_dict(self, saved: Mapping[str, str]) -> None:
-        """Become what :meth:`state_dict` gave."""
         trainer, told = self._trainer, json.loads(saved["told"])
         callbacks = self._callbacks
         pairs = [(callbacks[name], attributes) for name, attributes in told["callbacks"].items()]
@@ -122,7 +121,6 @@ def take_only(batches: list[Any]) -> Any:
 
 
 def on_host(nest: Any) -> Any:
-    """A nest of tensors, on the CPU."""
     if isinstance(nest, Tensor):
         return nest.detach().cpu()
     if isinstance(nest, Mapping):
@@ -147,7 +145,6 @@ def newest_checkpoint(directory: Path) -> str:
 
 
 def overrides(callback: TrainerCallback, *events: str) -> bool:
-    """Whether a callback does something at one of these events."""
     return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
 
 
@@ -232,7 +229,6 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """What ``Trainer.train`` calls."""
         args = self.args
         refuse(args, self.callback_handler.callbacks, self.train_dataset, trial)
         self.accelerator.free_memory()

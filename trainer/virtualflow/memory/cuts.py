@@ -79,7 +79,6 @@ class Cuts:
 
         Args:
             capacity: bytes, beyond what is resident whatever the plan.
-            limit: seconds of recomputation.
 
         Returns:
             ``None``: none fits that takes less than the limit.

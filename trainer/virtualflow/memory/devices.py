@@ -117,9 +117,6 @@ def advise(virtual_nodes: int, devices: Sequence[DeviceType], settings: DeviceSe
 
     Of all sets the fastest counts, and of those as fast, but for :attr:`DeviceSettings.worth`, that of the fewest
     devices. The exchange between them is not looked at.
-
-    Raises:
-        ConfigurationError: there is no device.
     """
     settings = settings or DeviceSettings()
     if not devices:

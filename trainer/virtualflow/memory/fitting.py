@@ -138,11 +138,7 @@ def fit(
     """What becomes of that many virtual nodes, which divide the batch.
 
     Args:
-        budget: what may be used.
         fused: how many of them are computed as one micro-batch.
-
-    Raises:
-        ConfigurationError: they do not, or the profile makes no sense.
     """
     micro_batch, left = divmod(batch, virtual_nodes)
     if left or not micro_batch:

@@ -62,11 +62,7 @@ class Planner:
         return replace(chosen, reason=self._explain(chosen, budget))
 
     def uniform(self, action: Action, budget: Budget) -> Plan:
-        """The plan that treats all blocks alike: each is recomputed alone.
-
-        Raises:
-            DoesNotFit: it needs more; the sentence names how much.
-        """
+        """The plan that treats all blocks alike: each is recomputed alone."""
         actions = self._uniform(_UNIFORM[action])
         least, host = least_capacity(self._chain, actions), self._chain.host_bytes(actions)
         if host > self._host(budget):
@@ -198,9 +194,5 @@ def _block_plans(actions: Actions, found: Schedule) -> tuple[BlockPlan, ...]:
 
 
 def plan(profile: Profile, budget: Budget, settings: PlannerSettings | None = None) -> Plan:
-    """The fastest plan for one budget; :class:`Planner` serves many budgets of one profile.
-
-    Raises:
-        DoesNotFit: there is none; the sentence names the smallest budget that works.
-    """
+    """The fastest plan for one budget; :class:`Planner` serves many budgets of one profile."""
     return Planner(profile, settings).plan(budget)

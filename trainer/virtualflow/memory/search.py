@@ -36,8 +36,6 @@ _CHEAPEST = (KEEP, SWAP, RECOMPUTE, REFETCH, JOIN)
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest choice for a budget."""
-
     actions: Actions
     seconds: float
 
@@ -54,8 +52,6 @@ class _Choice:
 
 
 class Pool:
-    """The choices that were tried for one model."""
-
     def __init__(self, chain: ChainArrays, settings: PlannerSettings) -> None:
         self._chain = chain
         self._settings = settings

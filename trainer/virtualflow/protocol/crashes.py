@@ -18,8 +18,6 @@ _DOUBLINGS = 32
 
 @dataclass(frozen=True)
 class CrashWaits:
-    """How long the waits after crashes are, in seconds."""
-
     first: float
     """The first wait; it doubles with every further crash of a streak."""
     most: float

@@ -34,11 +34,7 @@ ABOVE_ZERO = math.ulp(0.0)
 
 
 def read_number(name: str, kind: type[int] | type[float], least: float) -> int | float | None:
-    """Read a number from the environment variable ``name``; ``None`` when it is not set or empty.
-
-    Raises:
-        ConfigurationError: it is no number of that kind or below ``least``.
-    """
+    """Read a number from the environment variable ``name``; ``None`` when it is not set or empty."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None

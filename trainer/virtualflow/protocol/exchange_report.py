@@ -11,8 +11,6 @@ from virtualflow.errors import VirtualFlowError
 
 
 class BucketReport(msgspec.Struct, frozen=True, rename="camel"):
-    """One bucket."""
-
     tensors: list[str]
     """Names of the parameters and buffers in it."""
     bytes: int
@@ -33,8 +31,6 @@ class BucketReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
-    """All buckets of a step."""
-
     step: int
     rows: list[int]
     """How many sums each worker contributed."""
@@ -46,20 +42,10 @@ class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def write_report(path: Path, report: ExchangeReport) -> None:
-    """Write it, in the place of an earlier one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
     write_whole(path, msgspec.json.encode(report))
 
 
 def read_report(path: Path) -> ExchangeReport:
-    """Read one.
-
-    Raises:
-        VirtualFlowError: it is not there, or is none.
-    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=ExchangeReport)
     except (OSError, msgspec.DecodeError) as error:

@@ -88,9 +88,6 @@ _UNITS = {
 def parse_bytes(text: str) -> int:
     """The bytes that a size stands for: a number, with K, M, G or T for powers of 1000 and Ki, Mi, Gi or Ti for those
     of 1024; a B behind it is allowed.
-
-    Raises:
-        ConfigurationError: it is no size above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip(), flags=re.IGNORECASE)
     size = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").lower()])
@@ -103,7 +100,6 @@ def format_bytes(size: int, *, up: bool = False) -> str:
     """A size for people, in three digits or a few more.
 
     Args:
-        size: bytes.
         up: never less than ``size``, for what must be enough.
     """
     unit = next((unit for unit in ("ti", "gi", "mi", "ki") if size >= _UNITS[unit]), "")

@@ -117,7 +117,6 @@ class Accumulator:
     many as the subtree is deep while it grows and one at its end.
 
     Args:
-        summation: the order of summation.
         offload: where sums wait that are too many for the device; ``None``: all where they are.
     """
 
@@ -143,7 +142,6 @@ class Accumulator:
         gaps, but between two of them there may be others whose sums were kept from an aborted attempt.
 
         Args:
-            virtual_node: which one, or the first of several.
             count: how many were computed as one, and are added as one.
             added: the sums of places at which an :class:`Addition` has added it up already.
         """
@@ -190,11 +188,7 @@ class Accumulator:
             self._offload.memory.finish()
 
     def prepare(self, virtual_node: int, count: int = 1, *, weight: float) -> Addition:
-        """The additions of a virtual node, to be made as its tensors come; none if it is not behind all others.
-
-        Args:
-            virtual_node: which one, or the first of several.
-        """
+        """The additions of a virtual node, to be made as its tensors come; none if it is not behind all others."""
         key, at = (virtual_node, virtual_node + count), len(self.parts)
         behind = not self.parts or self.parts[-1][0][1] <= virtual_node
         while behind and at > 0 and self._summation.joins(self.parts[at - 1][0], key):
@@ -213,9 +207,7 @@ class Addition:
     :meth:`Accumulator.add`, to the bit. Sums are taken out of ``parts`` as they are used up.
 
     Args:
-        parts: the sums of the virtual nodes before it.
         merges: with how many of the last of them it makes one.
-        fetch: brings back those of them that wait in host memory.
     """
 
     def __init__(self, parts: Parts, *, merges: int, weight: float, fetch: Fetch | None = None) -> None:

@@ -26,7 +26,6 @@ def choose_offloaded(keys: Sequence[Key], room: int) -> frozenset[Key]:
     """Which of the sums that wait do so in host memory: the widest, and of those that are alike the leftmost.
 
     Args:
-        keys: the stretches that they are the sums of.
         room: how many stay on the device, at least one.
     """
     by_wait = sorted(keys, key=lambda key: (key[0] - key[1], key[0]))
@@ -93,7 +92,6 @@ def plan_offload(device: torch.device, size: int, settings: ReductionSettings) -
 
     Args:
         size: bytes of one sum. Small ones stay: to move them takes the host longer than the device computes meanwhile.
-        settings: from which size they are moved, and how many stay nevertheless.
     """
     memory = host_memory(device) if size >= settings.offload_from else None
     return None if memory is None else Offload(memory, settings.sums_on_device, settings.fetch_ahead)

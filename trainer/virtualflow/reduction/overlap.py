@@ -56,11 +56,7 @@ class AttemptSpoiled(Exception):
 
 
 class Overlap:
-    """What one worker does with gradients before a backward pass has ended.
-
-    Args:
-        parameters: all of the model's; they are known by their place among them.
-    """
+    """What one worker does with gradients before a backward pass has ended."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], reducer: Reducer, settings: ReductionSettings) -> None:
         self._parameters = parameters
@@ -132,8 +128,6 @@ class Overlap:
         """A virtual node is about to run: add up its gradients as they come, if it is known that this is right.
 
         Args:
-            accumulator: the sums of this worker's virtual nodes before it.
-            virtual_node: which one, or the first of several.
             plain: whether they are to be seen in ``.grad``.
             told: whether others are told if they stay as they are.
         """
@@ -162,9 +156,6 @@ class Overlap:
         """The same for the last virtual node of this worker's range, with which the reduction may begin.
 
         Args:
-            holdings: the virtual nodes of each of its members.
-            accumulator: the sums of this worker's virtual nodes but for the last.
-            last: that one, or the first of several.
             scale: the factor of the sum over all; ``None``: not known before the headers.
             plain: whether they are to be seen in ``.grad``.
         """
@@ -271,7 +262,6 @@ class Overlap:
 
         Raises:
             AttemptSpoiled: they did not.
-            CommunicatorBroken: a peer is lost.
         """
         early = self._early
         if early is None:
@@ -285,11 +275,7 @@ class Overlap:
             raise AttemptSpoiled
 
     def await_all(self) -> None:
-        """Wait for what is under way, and forget what it brings: nothing of it is used.
-
-        Raises:
-            CommunicatorBroken: a peer is lost.
-        """
+        """Wait for what is under way, and forget what it brings: nothing of it is used."""
         if self._early is not None:
             for _ in self._early.results():
                 pass

@@ -197,7 +197,6 @@ def plan_moves(have: Sequence[Spans], want: Sequence[Spans]) -> list[Move]:
 
     Args:
         have: what each member has; what nobody has is not moved.
-        want: what each member is to have.
     """
     stretches = list(refine(*have, *want))
     owners = [{number for number, span in enumerate(stretches) if covers(spans, span)} for spans in have]
@@ -222,7 +221,6 @@ def plan_hand_over(
     One who stays may be lost before the coming generation stands, when those who leave are gone already.
 
     Args:
-        running: the shares of the generation that ends.
         coming: those of the one to come; who keeps a stretch in it is preferred.
         old_ranks: which rank each member of that has in the one that ends; ``None`` for one that joins.
         stay: ranks of the members that stay; at least one.

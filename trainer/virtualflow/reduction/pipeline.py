@@ -175,11 +175,7 @@ class Pipeline:
 
 
 class Early:
-    """A reduction that begins while the last virtual node's tensors come in, one by one.
-
-    Args:
-        addition: of the last virtual node to the sums of the worker's range before it.
-    """
+    """A reduction that begins while the last virtual node's tensors come in, one by one."""
 
     def __init__(self, pipeline: Pipeline, buckets: Sequence[Bucket], addition: Addition) -> None:
         self.pipeline = pipeline
@@ -297,11 +293,7 @@ class Early:
             }
 
     def results(self) -> Iterator[dict[int, Tensor]]:
-        """Wait for the sums that this worker needs, by place, bucket by bucket.
-
-        Raises:
-            CommunicatorBroken: they will not come.
-        """
+        """Wait for the sums that this worker needs, by place, bucket by bucket."""
         for index in range(len(self._buckets)):
             yield self.pipeline.result(index)
 

@@ -73,8 +73,6 @@ class Reducer:
     """Reduces between workers; keeps its buffers from step to step, since fresh large ones cost page faults.
 
     Args:
-        summation: the order of summation.
-        choose: chooses the way of each bucket.
         landing: which sums come to host memory; ``None``: each to where its tensors are.
     """
 
@@ -133,12 +131,7 @@ class Reducer:
         """A generation begins: settle what all schedules of it follow from, with all its members alike.
 
         Args:
-            holdings: the virtual nodes of each of its members.
-            templates: one tensor per place that is always reduced.
             spare: whether a thread that exchanges takes nothing from those that compute here.
-
-        Raises:
-            CommunicatorBroken: a member is lost.
         """
         self.forget()
         known = self._terms.network if self._terms.measured else None
@@ -249,10 +242,6 @@ class Reducer:
         All workers call this at the same place of the same synchronization, or none does.
 
         Args:
-            holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
-            accumulator: the sums of this worker's virtual nodes but for the last.
-            last: that one, or the first of several.
-            templates: one tensor per place.
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
         """
@@ -364,7 +353,6 @@ def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Netw
     So a generation that nobody joins waits for nothing but this question.
 
     Args:
-        collectives: of at least two members, which all call this at the same place.
         spare: whether a thread that exchanges takes nothing from those that compute here.
     """
     told = _tell(collectives, bytes(NETWORK_SIZE) if known is None else known.to_bytes())

@@ -72,9 +72,7 @@ def choose_ways(shapes: Sequence[Shape], final: bool, terms: Terms, settings: Re
     """The way of each bucket, in their order.
 
     Args:
-        shapes: what each bucket has to carry.
         final: whether a gradient is known to be final as soon as autograd has made it.
-        settings: what must be saved for it to be worth to begin early.
     """
     choices = [_choose_way(shape, terms, settings) for shape in shapes]
     beside = terms.network.beside()

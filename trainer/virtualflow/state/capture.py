@@ -278,11 +278,7 @@ class Companions:
                 raise ConfigurationError(f"{name}, which state holds, could not load its state: {error}") from error
 
     def check_fit(self, saved: Mapping[str, Any]) -> None:
-        """Whether there is a state for each of them, and no other.
-
-        Raises:
-            ConfigurationError: it is not so.
-        """
+        """Whether there is a state for each of them, and no other."""
         if sorted(saved) != self.names:
             raise ConfigurationError(
                 f"the state has {_listed(sorted(saved))} beside the model, and this process {_listed(self.names)}; "
@@ -312,11 +308,7 @@ def _placed(saved: Tree, present: Tree) -> Tree:
 
 
 class StayingHook:
-    """A hook that does nothing on a copy.
-
-    Args:
-        call: what it does on the model itself.
-    """
+    """A hook that does nothing on a copy."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

@@ -81,9 +81,7 @@ class Checkpointer:
 
     Args:
         policy: where, and how often; ``None``: nowhere.
-        report: what has become of each write.
         doubt: within so many steps a state may still turn out to be wrong.
-        copies: those in the coordinator's memory; ``None``: there are none.
         joins: whether others may have the state already. Then a directory that cannot be read or written to just now
             is told, and an error only for who has to begin from it.
         volume: how long that one, and who sets checkpoints aside, waits for a volume that fails just now.

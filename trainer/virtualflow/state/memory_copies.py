@@ -52,7 +52,6 @@ class MemoryCopies:
     """Makes and reads the copies of one job, for one worker process.
 
     Args:
-        place: where they are kept.
         limit: bytes of the largest one that is taken there, as known now; 0: none is.
     """
 
@@ -91,11 +90,7 @@ class MemoryCopies:
         return NO_CHECKPOINT if self._found is None else Mark(self._found.generation, self._found.step)
 
     def read(self) -> dict[str, Any] | None:
-        """The state that :meth:`find` has found; ``None``: it is not what was sent, which is told.
-
-        Raises:
-            ConfigurationError: it is another job's.
-        """
+        """The state that :meth:`find` has found; ``None``: it is not what was sent, which is told."""
         found = self._found
         assert found is not None
         try:

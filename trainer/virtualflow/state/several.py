@@ -21,11 +21,7 @@ _PARTS = "virtualflow.parts"
 
 
 def join_optimizers(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """What a script gives as its optimizer, as one.
-
-    Raises:
-        ConfigurationError: it is an empty list, or one that holds anything else.
-    """
+    """What a script gives as its optimizer, as one."""
     if not isinstance(given, list | tuple):
         return given  # type: ignore[return-value]
     for part in given:

@@ -109,9 +109,6 @@ def move_state(
 
     Args:
         donors: ranks of those who have it, the first of them sends what is not striped.
-        packed: this member's, if it is a donor.
-        land: where a receiver wants it.
-        settings: in what pieces it travels; the same for all.
 
     Raises:
         CommunicatorBroken: a member was lost meanwhile; nothing is written into this member's tensors any more.

@@ -104,7 +104,6 @@ def plan_transfer(standings: Sequence[Standing], origins: Sequence[Origin], equa
 
     Args:
         standings: of all members, in the order of their ranks.
-        origins: likewise, if nobody has a state.
         equal_start: freshly built models must be equal; otherwise the first member's counts. On different types of
             device, the same seed need not give the same weights.
 

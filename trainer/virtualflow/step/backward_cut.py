@@ -36,7 +36,6 @@ class BackwardCut(StepPart):
 
     Args:
         blocks: of it with their names, in the order in which they run.
-        backward: how far each goes.
 
     Raises:
         ConfigurationError: fewer than two of the blocks have parameters.
@@ -104,9 +103,6 @@ class BackwardCut(StepPart):
     def factors(self, weights: Mapping[int, float]) -> dict[int, float]:
         """What makes of a mean over all virtual nodes that over those whose pass was to reach the parameter.
 
-        Args:
-            weights: what each virtual node of the job counts by.
-
         Returns:
             The factors that are not 1, by the parameters' places.
         """
@@ -143,11 +139,7 @@ class BackwardCut(StepPart):
             self._former.clear()
 
     def check(self, given: Sequence[bool]) -> None:
-        """The virtual node has run, and has a gradient for these of the parameters.
-
-        Raises:
-            ConfigurationError: one of them should not have been reached.
-        """
+        """The virtual node has run, and has a gradient for these of the parameters."""
         for place, there in enumerate(given):
             if there and self._levels[place] < self._last_cut:
                 raise ConfigurationError(

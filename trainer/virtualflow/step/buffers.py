@@ -343,11 +343,7 @@ def _as_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Switches:
-    """``requires_grad`` of one worker's parameters.
-
-    Args:
-        named: all of the model's; they are known by their place among them.
-    """
+    """``requires_grad`` of one worker's parameters."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.trained: tuple[bool, ...] = ()
@@ -418,9 +414,6 @@ def choose_sums(model: nn.Module, kinds: Mapping[str, BufferKind] | None) -> tup
 
     Args:
         kinds: what a script says, by names or patterns such as ``"*.load"``.
-
-    Raises:
-        ConfigurationError: a name, a kind or a type does not fit.
     """
     given: Any = {} if kinds is None else kinds
     if not isinstance(given, Mapping):

@@ -71,7 +71,6 @@ class Contributions:
         """Add those of a virtual node, or of several that were computed as one.
 
         Args:
-            node: which one, or the first of them.
             given: which of them it had. Some of these may have set out or be added up already, and are ``None``.
         """
         sums: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
@@ -159,7 +158,6 @@ class Contributions:
 
         Args:
             schema: it may have names that were not known when the attempt began.
-            unit: samples of a contribution whose weight is 1.
         """
         self.accumulator.await_offloaded()
         new = [name for name in schema.averaged if name not in self._summed]

@@ -185,9 +185,6 @@ class _Trial:
     def compare(self, whole: _Trial) -> dict[str, int] | None:
         """How states are cut with parameters (``Verdict.grains``).
 
-        Args:
-            whole: another trial, whose parameters are not cut.
-
         Returns:
             ``None`` if values, states or anything else are not that trial's.
         """

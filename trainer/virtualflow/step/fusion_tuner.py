@@ -37,7 +37,6 @@ class Tuner:
 
     Args:
         cap: the most virtual nodes of a micro-batch, ``None`` for as many as memory and time allow.
-        settings: how much is measured, and how much memory may be used.
     """
 
     def __init__(self, cap: int | None, settings: FusionSettings) -> None:

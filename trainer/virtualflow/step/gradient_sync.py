@@ -185,11 +185,7 @@ class GradientSync:
         )
 
     def weigh(self, weight: float) -> None:
-        """The script has said what the virtual node that runs counts by, in place of its samples.
-
-        Raises:
-            ConfigurationError: a gradient's type is too narrow for that.
-        """
+        """The script has said what the virtual node that runs counts by, in place of its samples."""
         narrow = next((name for name, p in self._named if p.dtype is torch.float16 and p.requires_grad), None)
         if narrow is not None:
             raise ConfigurationError(

@@ -76,11 +76,7 @@ class Guard(StepPart):
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt begins: until it ends nothing may change a parameter.
-
-        Raises:
-            ConfigurationError: the optimizer is not what it was, or code before the micro-batches changes parameters.
-        """
+        """An attempt begins: until it ends nothing may change a parameter."""
         self._check_optimizer()
         if self._versions:
             self._refuse_change(
@@ -91,11 +87,7 @@ class Guard(StepPart):
         self._note()
 
     def check(self, *, look: bool = False) -> None:
-        """A virtual node has been computed; ``look`` at the contents whether or not torch has counted a change.
-
-        Raises:
-            ConfigurationError: a parameter is not what it was.
-        """
+        """A virtual node has been computed; ``look`` at the contents whether or not torch has counted a change."""
         if look or (self._sums is not None and self._changed()):
             self._refuse_change(_BETWEEN_NODES)
         present = settings_of(self._optimizer)
@@ -109,11 +101,7 @@ class Guard(StepPart):
             )
 
     def computed(self, attempt: Attempt) -> None:
-        """All virtual nodes have been computed. Versions only grow, so they tell of all of them.
-
-        Raises:
-            ConfigurationError: a parameter is not what it was.
-        """
+        """All virtual nodes have been computed. Versions only grow, so they tell of all of them."""
         self._refuse_change(_BETWEEN_NODES)
         self.forget()
 
@@ -126,11 +114,7 @@ class Guard(StepPart):
         self.forget()
 
     def check_after_step(self) -> None:
-        """The script's code behind a step has run.
-
-        Raises:
-            ConfigurationError: a parameter has changed that must not.
-        """
+        """The script's code behind a step has run."""
         if self.sharded and self._versions:
             self._refuse_change(
                 "with shard_optimizer, code after a step must not change parameters", "do without one of the two"

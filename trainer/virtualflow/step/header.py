@@ -311,11 +311,7 @@ def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]
 
 
 def read_weights(headers: Sequence[StepHeader]) -> list[float]:
-    """What each record of all members counts by.
-
-    Raises:
-        ConfigurationError: that gives no mean.
-    """
+    """What each record of all members counts by."""
     weights = [weight for header in headers for weight in header.weights]
     filled = sum(count > 0 for header in headers for count in header.samples)
     told = sum(weight is not None for header in headers for weight in header.told)

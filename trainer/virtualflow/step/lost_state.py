@@ -47,10 +47,6 @@ _COVERED = ("state", "param_groups", "defaults")
 def find_lost_state(optimizer: torch.optim.Optimizer, scheduler: Any, companions: Mapping[str, Any]) -> str | None:
     """A sentence that names what would be lost where the training is resumed, and says what to do.
 
-    Args:
-        scheduler: likewise; ``None`` for none.
-        companions: what else travels, by name.
-
     Returns:
         ``None`` if nothing is lost, or a copy cannot be made or stepped.
     """

@@ -70,11 +70,7 @@ class GhostBatchNorm:
         self._replaced.clear()
 
     def note_rows(self, name: str, rows: int) -> None:
-        """A batch norm has been given ``rows`` rows.
-
-        Raises:
-            VirtualFlowError: they cannot be told apart by virtual node.
-        """
+        """A batch norm has been given ``rows`` rows."""
         samples = sum(self.sizes)
         if rows == samples or not samples:
             return
@@ -142,7 +138,6 @@ class MicrobatchFusion(StepPart):
     Args:
         model: its batch norms are taken over until :meth:`close`, if ``batch_norm`` says so.
         cap: the most virtual nodes of a micro-batch; ``None`` for no limit but memory. 1 in a ``bitwise`` job.
-        memory: how much may be used.
     """
 
     def __init__(

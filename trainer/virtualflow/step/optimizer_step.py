@@ -41,11 +41,7 @@ class OptimizerOptions:
 
 
 class OptimizerStep:
-    """Steps the parameters of a model.
-
-    Args:
-        reduction: of what a norm is made, and how new values of a sharded optimizer travel.
-    """
+    """Steps the parameters of a model."""
 
     def __init__(
         self, model: nn.Module, options: OptimizerOptions, reduction: ReductionSettings, transfer: TransferSettings

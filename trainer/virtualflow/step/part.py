@@ -98,22 +98,14 @@ class StepPart:
         """A virtual node has run that this worker contributes; its gradients are as autograd left them."""
 
     def computed(self, attempt: Attempt) -> None:
-        """This worker has computed all of its virtual nodes, if it had any: the exchange comes next.
-
-        Raises:
-            AttemptSpoiled: the attempt is to be made again.
-        """
+        """This worker has computed all of its virtual nodes, if it had any: the exchange comes next."""
 
     def header(self) -> Mapping[str, int]:
         """What this worker says in its step header, by the header's fields."""
         return {}
 
     def check_headers(self, communicator: Collectives, headers: Sequence[StepHeader]) -> None:
-        """All members' headers are here, before anything is reduced by them.
-
-        Raises:
-            VirtualFlowError: they say that something is wrong.
-        """
+        """All members' headers are here, before anything is reduced by them."""
 
     def commit(self, attempt: Attempt) -> None:
         """The attempt is applied here."""

@@ -32,10 +32,6 @@ def why_not_separable(optimizer: torch.optim.Optimizer, block: int, device: torc
     """What speaks against stepping one part of the parameters, or of one of them, apart from the others.
 
     Somebody would see that who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
-
-    Args:
-        block: see ``elementwise.cut_unit``.
-        device: see ``elementwise.try_slices``.
     """
     for part in optimizers_of(optimizer):
         step: Any = vars(part).get("step")

@@ -57,11 +57,7 @@ class Repetition:
         self._graphs.forget()
 
     def compare(self) -> None:
-        """The second one is there.
-
-        Raises:
-            ConfigurationError: it is another one.
-        """
+        """The second one is there."""
         assert self._first is not None
         found = self._gradients()
         if all(before is None for before in self._first) and any(now is not None for now in found):

@@ -69,7 +69,6 @@ class Shards:
         clip_norm: the most that the norm of the gradient may be.
         clip_value: the most that each of its elements may be.
         reduction: how new values travel, and of what a norm is made.
-        placement: where the optimizer steps.
     """
 
     def __init__(
@@ -279,11 +278,7 @@ class Shards:
         self._optimizer.state.update(states)
 
     def pass_values(self, communicator: Moving, moves: Sequence[Move]) -> None:
-        """Pass values of parameters on; all members take part, with the same ``moves``.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-        """
+        """Pass values of parameters on; all members take part, with the same ``moves``."""
 
         def given(spans: Spans) -> list[Any]:
             return [[*piece, self._value(piece)] for piece in self.row.pieces(spans)]
@@ -295,11 +290,7 @@ class Shards:
             self.values = union(self.values, spans)
 
     def pass_states(self, communicator: Moving, moves: Sequence[Move], *, to_host: bool = False) -> None:
-        """Likewise, states of the optimizer; they stay in host memory if they are only to be written down.
-
-        Raises:
-            CommunicatorBroken: a member was lost meanwhile.
-        """
+        """Likewise, states of the optimizer; they stay in host memory if they are only to be written down."""
 
         def given(spans: Spans) -> list[Any]:
             return [[*piece, *self._described(piece)] for piece in self.row.pieces(spans)]

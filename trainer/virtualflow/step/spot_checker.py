@@ -66,11 +66,7 @@ class SpotChecker(StepPart):
         return {"check": self.value}
 
     def check_headers(self, communicator: Collectives, headers: Sequence[StepHeader]) -> None:
-        """See that both hashes are equal.
-
-        Raises:
-            Doubted: they are not.
-        """
+        """See that both hashes are equal."""
         doubted = self.differs([header.check for header in headers])
         if doubted is not None:
             raise doubted

@@ -66,7 +66,6 @@ def choose_check(
     """The check that is due in a step, among workers that hold these virtual nodes; ``None``: there is none.
 
     Args:
-        seed: see :func:`choose_virtual_node`, as for the next three.
         holdings: which virtual nodes each member contributes to the step, in the order of their ranks.
     """
     chosen = choose_virtual_node(seed, step, virtual_nodes, sample) if len(holdings) > 1 else None
@@ -92,7 +91,6 @@ def judge(check: SpotCheck, first: Mapping[int, int], again: Mapping[int, int], 
     Args:
         check: that two workers came to different gradients in.
         first: the hashes of the gradients that they came to, by rank.
-        names: of all members, in the order of their ranks.
     """
     what = f"of virtual node {check.virtual_node} in step {check.step}"
     third = next((rank for rank in again if rank not in check.pair), None)

@@ -192,7 +192,6 @@ class StateWatch(StepPart):
 
         Raises:
             Diverged: they are not.
-            CommunicatorBroken: a member was lost while they looked for the first tensor that differs.
         """
         if self._shares is None and len(set(values)) <= 1:
             return

@@ -29,11 +29,7 @@ class Update:
     """What a worker keeps for the sake of its updates.
 
     Args:
-        summation: the order in which virtual nodes are added up.
-        transfer: how states of a sharded optimizer travel.
         watch: how often states are compared; ``None``: never.
-        spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
-        choose: chooses how each bucket of gradients travels.
         cut: lets backward passes end early; ``None``: all are whole.
     """
 
@@ -102,7 +98,6 @@ class Update:
         """Reduce everything with the other workers.
 
         Args:
-            holdings: the virtual nodes of each of its members.
             number: of this synchronization, counted the same by all workers.
             offer: the generation that this worker could enter next, (0, 0) for none.
             more: whether this worker has samples for a further step of the epoch.
@@ -110,7 +105,6 @@ class Update:
             repairs: whether some of the virtual nodes were kept from an aborted attempt.
 
         Raises:
-            CommunicatorBroken: the attempt is aborted.
             AttemptSpoiled: it is to be repeated by all.
             Diverged: the states were different before it.
             Doubted: two workers came to different gradients of one virtual node.
@@ -173,14 +167,7 @@ class Update:
     # --- a life -------------------------------------------------------------------------------------------------------
 
     def agree(self, communicator: Collectives, wish: Exchange, holdings: Sequence[Sequence[int]]) -> None:
-        """A generation is about to begin: settle with its members what schedules of it follow from.
-
-        Args:
-            holdings: the virtual nodes of each.
-
-        Raises:
-            CommunicatorBroken: one of them is lost.
-        """
+        """A generation is about to begin: settle with its members what schedules of it follow from."""
         spare = communicator.size > 1 and has_spare_processor(self._device, communicator.size)
         self.reducer.agree(communicator, wish, holdings, self._parameters, spare=spare)
 

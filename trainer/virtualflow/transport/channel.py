@@ -106,11 +106,7 @@ class Channel:
         self._incoming.append(_Arrival(content, exchange))
 
     def send(self, content: memoryview, check: int, exchange: FrameExchange) -> None:
-        """Send a frame behind those before it; its memory must not change until it has left.
-
-        Args:
-            content: its bytes.
-        """
+        """Send a frame behind those before it; its memory must not change until it has left."""
         exchange.left += 1
         head = _write_head(len(content), check, self._sent)
         self._sent += 1
@@ -277,7 +273,6 @@ class Lane:
 
         Raises:
             CommunicatorBroken: a peer is lost, what came is damaged, or the coordinator says that it is over.
-            VirtualFlowError: a peer sends something else.
         """
         self.advance()
         if done():

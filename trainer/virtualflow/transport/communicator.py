@@ -113,9 +113,6 @@ class Communicator:
         Args:
             superseded: whether a newer plan makes this one pointless; ends the wait.
             interrupted: asked while a collective is waited for; a sentence abandons it.
-
-        Raises:
-            CommunicatorBroken: the members could not all be reached in time.
         """
         lanes: list[dict[int, socket.socket]] = []
         if len(plan.members) > 1:
@@ -183,11 +180,7 @@ class Communicator:
         return _Waiting(self, exchange)
 
     def flush(self) -> None:
-        """Wait until all that was started has left, for a thread that turns to something else than waiting.
-
-        Raises:
-            CommunicatorBroken: see :meth:`wait_until`.
-        """
+        """Wait until all that was started has left, for a thread that turns to something else than waiting."""
         lane = self._lane
         if lane is not None:
             self.wait_until(lambda: not lane.leaves)
@@ -213,11 +206,7 @@ class Communicator:
             self._activity.renew(waits=False)
 
     def settle(self, outcome: Future[T]) -> T:
-        """Wait for what another thread makes of this communicator.
-
-        Raises:
-            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
-        """
+        """Wait for what another thread makes of this communicator."""
         if not outcome.done():
             with self._activity.waiting:
                 return outcome.result()
@@ -237,9 +226,6 @@ class Communicator:
 
         Args:
             timeout: seconds in which nothing moves: the last resort.
-
-        Raises:
-            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
         """
         try:
             for window in windows:

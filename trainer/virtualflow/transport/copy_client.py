@@ -42,11 +42,7 @@ class CopyClient:
         self._closed = False
 
     def put(self, header: CopyHeader, parts: Sequence[memoryview]) -> None:
-        """Send a copy that consists of these bytes, one after the other.
-
-        Raises:
-            CopyRefused: the coordinator does not take it.
-        """
+        """Send a copy that consists of these bytes, one after the other."""
         size = sum(part.nbytes for part in parts)
         headers = {COPY_HEADER: msgspec.json.encode(header).decode(), "Content-Length": str(size)}
         with self._request("PUT", headers) as connection:

@@ -102,9 +102,6 @@ class Link:
 
         Args:
             limit: seconds to wait at the most, instead of the orphan limit.
-
-        Raises:
-            ConfigurationError: the token is wrong, or nobody answers in time.
         """
         self._thread.start()
         limit = self._settings.orphan_limit if limit is None else limit
@@ -399,7 +396,6 @@ class RecordKeeper:
 
     Args:
         url: ``http://host:port``.
-        timeout: seconds that one request may take.
     """
 
     def __init__(self, url: str, timeout: float) -> None:

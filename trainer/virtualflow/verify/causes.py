@@ -98,11 +98,7 @@ _SUM = Cause(
 
 
 def explain(difference: Difference, variation: Variation) -> Cause:
-    """What usually makes such a difference.
-
-    Args:
-        variation: in what the runs were not the same.
-    """
+    """What usually makes such a difference."""
     if difference.name.startswith(BESIDE):
         return _beside(difference.name.removeprefix(BESIDE))
     if variation == "hash seed":

@@ -152,11 +152,7 @@ def merge_trace(fragments: Iterable[Iterable[Record]]) -> Trace:
 
 
 def read_trace(directory: Path) -> Trace:
-    """Read the trace that a run has left in a directory.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Read the trace that a run has left in a directory."""
     if not directory.is_dir():
         what = "no directory" if directory.exists() else "not there"
         raise ConfigurationError(f"{directory} is {what}; name the DIR of a virtualflow run --trace DIR")

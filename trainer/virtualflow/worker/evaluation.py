@@ -170,11 +170,7 @@ def _gather(loop: Loop, source: Source, compute: Compute, step: int, number: int
 
 
 def _checked(rows: Rows, samples: int) -> Rows:
-    """``rows`` with tuples for lists.
-
-    Raises:
-        ConfigurationError: it is not made of tensors with one row a sample.
-    """
+    """``rows`` with tuples for lists."""
     if isinstance(rows, dict):
         return {name: _checked(value, samples) for name, value in rows.items()}
     if isinstance(rows, tuple | list):

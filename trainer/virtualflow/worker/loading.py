@@ -121,7 +121,6 @@ class Loading(StepPart):
     Args:
         fusion: says which virtual nodes run together; ``None``: none do.
         staging: brings micro-batches to the device; ``None``: they stay where they are.
-        collate: the script's own ``collate_fn``, if it has one.
     """
 
     def __init__(

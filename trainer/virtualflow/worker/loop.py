@@ -262,11 +262,7 @@ class Loop:
         return self.context.training.metrics
 
     def check_finite(self) -> None:
-        """Tell of a metric that is not finite; end the training where that is wanted, before its next checkpoint.
-
-        Raises:
-            NonFiniteMetric: the job is to stop then.
-        """
+        """Tell of a metric that is not finite; end the training where that is wanted, before its next checkpoint."""
         context, found = self.context, self.context.training.non_finite
         if found is None:
             return

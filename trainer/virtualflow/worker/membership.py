@@ -137,9 +137,6 @@ class Membership:
 
         Returns:
             Whether the attempt turned out to count all the same, and this worker has committed it.
-
-        Raises:
-            Leave: this process is not to take part any more.
         """
         release_frames(error)  # they held the attempt's gradients and messages
         session, exchanges = self._session, self._training.exchanges

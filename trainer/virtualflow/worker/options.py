@@ -170,11 +170,7 @@ def check_exchange(exchange: Exchange | str) -> None:
 
 
 def read_device(device: torch.device | str | None) -> torch.device | None:
-    """Where micro-batches are to go.
-
-    Raises:
-        ConfigurationError: torch knows no such device.
-    """
+    """Where micro-batches are to go."""
     try:
         return None if device is None else torch.device(device)
     except RuntimeError:
@@ -360,11 +356,7 @@ def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def check_sharding(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, block: int, device: torch.device | None
 ) -> None:
-    """Check that this optimizer can be sharded.
-
-    Args:
-        scaler: a ``GradScaler``, or nothing.
-    """
+    """Check that this optimizer can be sharded."""
     for part in optimizers_of(optimizer):
         reason = why_not_separable(part, block, device)
         if reason is not None:

@@ -74,9 +74,6 @@ def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, 
 
     Args:
         samples: of the dataset; ``None`` for a stream.
-
-    Raises:
-        ConfigurationError: a size is asked for that the job cannot have.
     """
     powers = [1 << power for power in range(virtual_nodes.bit_length()) if 1 << power < virtual_nodes]
     sizes = sorted({*(asked or (*powers, virtual_nodes))})
@@ -107,9 +104,6 @@ class Profiling:
 
     Args:
         samples: of the dataset; ``None`` for a stream.
-
-    Raises:
-        ConfigurationError: a size is asked for that the job cannot have.
     """
 
     def __init__(
@@ -162,12 +156,7 @@ class Profiling:
         """All of the profile but the sizes and why they end."""
 
     def measure(self) -> Iterator[Any]:
-        """Yield micro-batches to the user's inner loop; ends the script.
-
-        Raises:
-            Profiled: always, in the end.
-            ConfigurationError: there is nothing to measure.
-        """
+        """Yield micro-batches to the user's inner loop; ends the script."""
         stopped = "all were measured"
         with ProgressBar("measuring", len(self._sizes)) as progress:  # each takes about as long, at most
             for number, size in enumerate(self._sizes):
@@ -181,12 +170,7 @@ class Profiling:
         self.finish(stopped)
 
     def finish(self, stopped: str) -> None:
-        """Write the profile of what was measured.
-
-        Raises:
-            Profiled: always, when it is written.
-            ConfigurationError: it cannot be written.
-        """
+        """Write the profile of what was measured."""
         chain = self._chain.finish(self._optimizer_bytes) if self._chain.wanted else None
         profile = msgspec.structs.replace(
             self._blank, sizes=tuple(self._measured), stopped=stopped, chain=chain, blocks=self._chain.said
@@ -198,12 +182,7 @@ class Profiling:
         raise Profiled(f"the profile is written to {self._path}")
 
     def explain(self, error: BaseException) -> None:
-        """The script ended with ``error``: memory that is used up ends the measurement, not the profile.
-
-        Raises:
-            Profiled: the sizes that fitted are written.
-            ConfigurationError: none has fitted.
-        """
+        """The script ended with ``error``: memory that is used up ends the measurement, not the profile."""
         if not isinstance(error, torch.OutOfMemoryError | MemoryError):
             return
         if self._measured:
@@ -360,11 +339,7 @@ class Profiling:
 
 
 def whole_batches(source: Source, samples: int) -> Iterator[MicroBatch]:
-    """Micro-batches of exactly so many samples, epoch after epoch, without end.
-
-    Raises:
-        ConfigurationError: an epoch has none.
-    """
+    """Micro-batches of exactly so many samples, epoch after epoch, without end."""
     epoch = 0
     while True:
         source.assign(range(1), epoch, 0)

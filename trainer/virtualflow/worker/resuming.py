@@ -83,9 +83,6 @@ def compare(here: Built, there: Built) -> str | None:
 
     Args:
         there: how they were when the training of the checkpoint began; empty: it does not say.
-
-    Raises:
-        ConfigurationError: it is another scheduler, whose state fits nothing here.
     """
     if not there:
         return None

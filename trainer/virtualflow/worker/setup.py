@@ -132,11 +132,7 @@ def open_session(request: Request, resources: ExitStack, incarnation: str) -> An
 
 
 def set_up(request: Request, session: AnySession, resources: ExitStack) -> Context:
-    """Check what the user asked for, and open everything that the loop needs, but for the connection.
-
-    Raises:
-        ConfigurationError: it cannot be done.
-    """
+    """Check what the user asked for, and open everything that the loop needs, but for the connection."""
     check_request(request)
     options, environment, settings = request.options, request.environment, request.settings
     resources.callback(pin(environment.threads, request.reproducibility).undo)
@@ -262,12 +258,7 @@ def _check_states(request: Request, session: AnySession) -> None:
 
 
 def connect(context: Context) -> None:
-    """Enter the job, or wait beside it until it has a place.
-
-    Raises:
-        ConfigurationError: the coordinator cannot be reached or refuses the token.
-        Leave: this process is not admitted, or the job is over.
-    """
+    """Enter the job, or wait beside it until it has a place."""
     session, request = context.session, context.request
     warning = None
     if session.coordinated:

@@ -116,11 +116,7 @@ class StandaloneSession:
         """All that goes on makes sense."""
 
     def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
-        """End.
-
-        Raises:
-            Drained: always.
-        """
+        """End."""
         raise Drained(reason or self.state.drain_reason or "left")
 
     def leave_alone(self) -> None:

@@ -201,11 +201,7 @@ class Step:
 
 
 def read_weight(weight: Any) -> float:
-    """What a script gives as a weight.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """What a script gives as a weight."""
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):

@@ -19,11 +19,7 @@ from virtualflow.worker.train_state import Training
 
 
 class Tracking(StepPart):
-    """The trackers of one run, in one worker.
-
-    Args:
-        clock: monotonic, in seconds.
-    """
+    """The trackers of one run, in one worker."""
 
     def __init__(
         self,

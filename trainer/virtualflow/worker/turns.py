@@ -26,7 +26,6 @@ class DeviceTurns(StepPart):
     """One worker's turns.
 
     Args:
-        session: says when it is not to be waited for any longer.
         excluded: are told how long was waited: these seconds are nobody's speed.
     """
 

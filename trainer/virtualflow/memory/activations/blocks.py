@@ -33,7 +33,6 @@ def find_blocks(
 
     Args:
         wanted: modules of it or their names, in the order in which they run; ``None``: found.
-        argument: what a user writes to name them.
         compiled: what a user is to do who has compiled the model.
 
     Raises:

@@ -86,8 +86,6 @@ def _row(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ChainedBlock:
-    """One block."""
-
     name: str
     module: nn.Module
     places: list[int]

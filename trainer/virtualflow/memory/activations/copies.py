@@ -178,8 +178,6 @@ class LaneCopies(Copies, ABC):
 
 
 class StreamCopies(LaneCopies):
-    """Lanes that are CUDA streams."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -71,7 +71,6 @@ class Executor:
     """The blocks of a model, and what becomes of what they save; before :meth:`follow` all of it is kept.
 
     Args:
-        copies: carry out what is swapped; without them, copies are done at once.
         rehearses: what is computed again is kept as well, and what cannot be is no error.
     """
 
@@ -162,7 +161,6 @@ class Executor:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, arguments: Any, options: Any) -> None:
-        """A block is called."""
         if not torch.is_grad_enabled() or (self._keeps and self.observer is None):
             self._open.append(None)  # nothing is to be done, and nothing counted
             return
@@ -243,7 +241,6 @@ class Executor:
         return do() if self.observer is None else self.observer.beside(block, do)
 
     def _end(self, module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-        """A block has returned, or has failed."""
         opened = self._open.pop() if self._open else None  # empty: it has failed before its forward pass
         if opened is None:
             return

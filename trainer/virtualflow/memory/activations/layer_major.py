@@ -83,7 +83,6 @@ class LayerMajor:
     """Computes a worker's virtual nodes block by block.
 
     Args:
-        summation: the order in which virtual nodes are added up.
         budget: the device's memory, and the host's for what waits there between blocks.
     """
 
@@ -109,13 +108,10 @@ class LayerMajor:
         """Compute them all.
 
         Args:
-            flights: in ascending order.
-            seed: lets the random streams of a virtual node begin.
             check: called before every visit of a block; may raise.
 
         Raises:
             DoesNotFit: a block does not, or what waits on the host.
-            ConfigurationError: the micro-batches or the loss are not of this kind.
         """
         chain, last = self._chain, len(self._chain.links) - 1
         self._waiting = 0

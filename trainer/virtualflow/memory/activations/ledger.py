@@ -34,11 +34,6 @@ class Kept:
         self._tensor, self._version = tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
 
     def load(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was changed in place meanwhile.
-        """
         check_version(self._tensor, self._version)
         return self._tensor
 
@@ -92,8 +87,6 @@ class StorageEntry:
 
 
 class Saved:
-    """A tensor of an entry."""
-
     __slots__ = ("_dtype", "_entry", "_offset", "_size", "_stride", "_version")
 
     def __init__(self, entry: StorageEntry, tensor: Tensor) -> None:
@@ -103,11 +96,7 @@ class Saved:
         self._offset = tensor.storage_offset()
 
     def load(self) -> Tensor:
-        """The tensor; waits for its copy if it is not there yet.
-
-        Raises:
-            RuntimeError: it was changed in place meanwhile.
-        """
+        """The tensor; waits for its copy if it is not there yet."""
         alias = self._entry.swap_in()
         self._entry._ledger.copies.arrive(alias)
         if self._entry.version is not None:
@@ -149,7 +138,6 @@ class Ledger:
         self._present.pop(entry.key, None)
 
     def count(self, size: int) -> None:
-        """So many more bytes of the device are in use."""
         self.device_bytes += size
         self.peak = max(self.peak, self.device_bytes)
 
@@ -191,11 +179,6 @@ class ChangedInPlace(RuntimeError):
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """As autograd does where nothing is in its way.
-
-    Raises:
-        ChangedInPlace: it was changed.
-    """
     if tensor._version != version:
         raise ChangedInPlace(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

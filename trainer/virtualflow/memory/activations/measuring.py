@@ -189,7 +189,6 @@ class Probe:
         return made, self._clock() - began
 
     def end(self, visit: Visit, outputs: list[Tensor]) -> None:
-        """The forward pass is over."""
         seen = self._now.blocks[visit.block]
         out = {key_of(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
         saved = 0
@@ -215,7 +214,6 @@ class Probe:
             seen.backward_workspace, seen.peaks = beyond if known is None else max(known, beyond), None
 
     def reach(self, point: Point) -> None:
-        """The backward pass begins with a block, or computes it again."""
         now = self._time()
         if point.kind == "recompute":
             self._end_again(now)
@@ -254,11 +252,7 @@ class Probe:
 
     @property
     def ran(self) -> list[int]:
-        """The blocks that have run, by their numbers.
-
-        Raises:
-            ConfigurationError: none has.
-        """
+        """The blocks that have run, by their numbers."""
         found = [
             block for block in range(len(self._blocks)) if any(each.blocks[block].forward for each in self._measured)
         ]
@@ -371,12 +365,6 @@ def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float,
 def chain_profile(
     probe: Probe, sizes: Sequence[ChainSize], copies: Copies, settings: ActivationSettings, *, optimizer: int
 ) -> ChainProfile:
-    """All of it, as a file has it.
-
-    Args:
-        settings: how copies are measured.
-        optimizer: bytes of the optimizer's state.
-    """
     out, back = measure_copies(copies, settings)
     return ChainProfile(
         out_bytes_per_second=out,
@@ -401,10 +389,6 @@ class ChainMeasurement:
     computed again as well, to see what that takes.
 
     A model whose blocks cannot be measured is no error: :attr:`said` says why.
-
-    Args:
-        wanted: its blocks, as the user says; ``None``: they are found.
-        settings: how copies are measured, and how many micro-batches do not count.
     """
 
     def __init__(
@@ -463,11 +447,7 @@ class ChainMeasurement:
         self._sizes.append(size)
 
     def finish(self, optimizer_bytes: Callable[[], int]) -> ChainProfile | None:
-        """What was measured; ``None``: no blocks were.
-
-        Args:
-            optimizer_bytes: asks for those of the optimizer's state on the device.
-        """
+        """What was measured; ``None``: no blocks were."""
         if self._probe is None:
             return None
         copies = open_copies(self._device)

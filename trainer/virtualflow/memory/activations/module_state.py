@@ -204,16 +204,13 @@ class Surroundings:
         self._streams += _streams_of(self._state.others)
 
     def forget_unchanged(self) -> None:
-        """The forward pass is over: of large buffers that it has left alone, no copies are needed."""
         self._state.forget_unchanged()
 
     def changed(self) -> str | None:
-        """What of the block was changed in place since, so that it cannot be as it was; ``None``: nothing."""
         return self._state.changed()
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """All is as it was; behind it, as before it. To be used once: buffers change in their copies."""
         present = read_streams(self._device) + _streams_of(self._state.others)
         with self._state.again(), ExitStack() as back:
             back.callback(write_streams, present)

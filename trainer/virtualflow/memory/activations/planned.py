@@ -151,9 +151,6 @@ class Activations:
 
     Args:
         optimizer_bytes: asks for the bytes of the optimizer's state, where ``memory`` has it.
-
-    Raises:
-        ConfigurationError: the model has no such blocks.
     """
 
     def __init__(
@@ -199,7 +196,6 @@ class Activations:
 
         Raises:
             DoesNotFit: there is none within the budget.
-            ConfigurationError: no block has run.
         """
         settings = self._settings
         if self.plan is not None or self._probe.micro_batches < settings.warm_up + settings.samples:

@@ -31,11 +31,6 @@ class Slot:
         self.saved: Packed | None = None
 
     def load(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            ConfigurationError: it cannot be computed again.
-        """
         if self.saved is None:
             self._segment.recompute()
         packed = self._kept if self.saved is None else self.saved
@@ -121,11 +116,7 @@ class Segment:
     visits: list[Recomputation] = field(default_factory=list)
 
     def recompute(self) -> None:
-        """Fill the slots of all its visits; what entered them is given back.
-
-        Raises:
-            ConfigurationError: they cannot be computed again.
-        """
+        """Fill the slots of all its visits; what entered them is given back."""
         try:
             self._compute()
         except ConfigurationError as error:
@@ -212,14 +203,6 @@ class Recomputation:
             )
 
     def run(self, outputs: list[Any], *, last: bool) -> list[Any]:
-        """Compute it again.
-
-        Returns:
-            These.
-
-        Raises:
-            ConfigurationError: it does something else than the first time.
-        """
         assert self._surroundings is not None
         self._check_inputs()
         changed = self._surroundings.changed()
