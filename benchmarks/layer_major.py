@@ -71,7 +71,7 @@ def train(nodes: int, steps: int, *, layers: bool) -> tuple[float, Carrier | Non
     took = []
     arguments: dict[str, Any] = {"virtual_nodes": nodes, "memory": memory, "steps": WARM_UP + steps}
     with vf.elastic(model, optimizer, data, batch_size=batch, **arguments) as run:
-        carrier = run.context.layers[1].carrier if run.context.layers is not None else None
+        carrier = run._context.layers[1].carrier if run._context.layers is not None else None
         began = time.process_time()
         for step in run:
             if layers:

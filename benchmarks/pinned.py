@@ -57,7 +57,7 @@ def main() -> None:
                 stranger = start_stranger(cores[-1])
             if stranger is not None and stranger.poll() is not None:
                 stranger = start_stranger(cores[-1])
-            if len(run.assigned) == run.virtual_nodes:
+            if len(run._context.session.state.assigned) == run._request.virtual_nodes:
                 times[step.number] = 1_000 * (now - began)
             began = now
     if stranger is not None:

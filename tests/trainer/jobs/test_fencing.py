@@ -58,7 +58,7 @@ def train(directory: str = "", when: str = "") -> Trained:
             for x, y in step:
                 torch.nn.functional.mse_loss(model(x).squeeze(1), y).backward()
             if directory:
-                run.context.checkpointer.flush(60.0)  # every checkpoint that is due is written
+                run._context.checkpointer.flush(60.0)  # every checkpoint that is due is written
             if run.leader:
                 led.append((*run.fence, step.number))
                 print("led", *led[-1], flush=True)

@@ -98,7 +98,7 @@ def _train(kind: str, victim: str, options: dict[str, Any]) -> Trained:
                 if step.number == 8 and victim:
                     die_here(victim)
             told.append((step.metrics["loss"], step.metrics["positive"]))
-        assert "forward" not in vars(model[1]) or kind != "batch norm" or run.reproducibility == "statistical"
+        assert "forward" not in vars(model[1]) or kind != "batch norm" or run._request.reproducibility == "statistical"
     assert "forward" not in vars(model[1])
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return trained(run, model, optimizer, told, {"weights": weights, "sizes": sizes})

@@ -115,7 +115,12 @@ def adapt() -> Trained:
     kept = [module.layer if isinstance(module, Adapted) else module for module in model]
     assert all(torch.equal(one.weight, other.weight) for one, other in zip(kept, before, strict=True))
     assert not torch.equal(model[1].up.weight, torch.zeros_like(model[1].up.weight)), "whole passes reach the first"
-    return trained(run, model, optimizer, more=(run.assigned.start, run.assigned.stop))
+    return trained(
+        run,
+        model,
+        optimizer,
+        more=(run._context.session.state.assigned.start, run._context.session.state.assigned.stop),
+    )
 
 
 MEMORIES = {"worker-0": "1GiB", "worker-1": "4GiB"}

@@ -116,7 +116,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
 
     def _micro_batches(self) -> int:
         """How many batches of its loader the present step has: an ``Accelerator`` divides by those of a whole one."""
-        samples = self.run.context.loading.samples()
+        samples = self.run._context.loading.samples()
         assert samples is not None
         assert self._loader is not None
         return math.ceil(samples / self._loader.batch_size)
@@ -237,7 +237,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
 
     def _lend(self) -> Any:
         assert self._loader is not None
-        return send_to_device(lend(self._loader.prepared, self.run.context.request.micro_batch), self.device)
+        return send_to_device(lend(self._loader.prepared, self.run._context.request.micro_batch), self.device)
 
     # --- what the leader alone writes ---------------------------------------------------------------------------------
 

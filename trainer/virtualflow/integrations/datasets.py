@@ -32,11 +32,7 @@ READ = 64
 
 @checked("shards")
 def shards(
-    dataset: datasets.IterableDataset,
-    *,
-    shuffle: int = 0,
-    seed: int = 0,
-    transform: Callable[[Any], Any] | None = None,
+    dataset: datasets.IterableDataset, *, shuffle: int = 0, seed: int = 0, transform: Callable[[Any], Any] | None = None
 ) -> _Shards:
     """Give an ``IterableDataset`` to ``vf.elastic``. A ``Dataset`` needs nothing of the kind.
 

@@ -209,7 +209,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         )
 
     def _lend(self) -> Any:
-        return self.batch_to_device(lend(self._loader, self.run.context.request.micro_batch))
+        return self.batch_to_device(lend(self._loader, self.run._context.request.micro_batch))
 
     # --- what the leader alone writes ---------------------------------------------------------------------------------
 

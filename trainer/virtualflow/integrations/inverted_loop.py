@@ -43,7 +43,6 @@ class InvertedLoop:
         self._run: Run | None = None
         self._steps: Iterator[Step] = iter(())
         self._inner: Iterator[Any] | None = None
-        """Of the step that is under way."""
         self._step: Step | None = None
         self._epoch = self._iterated = -1
         """The epoch that the script is in, and the last one whose micro-batches it has asked for."""
@@ -86,7 +85,7 @@ class InvertedLoop:
         """How far the training is, for a state of the script's own to bear; also when all is over."""
         if self._run is None:
             return self._place
-        steps_per_epoch = self._run.context.loading.steps_per_epoch
+        steps_per_epoch = self._run._context.loading.steps_per_epoch
         return {"step": self._run.completed_steps, "steps_per_epoch": steps_per_epoch or 0}
 
     def begin_at(self, place: dict[str, int]) -> None:
@@ -141,7 +140,7 @@ class InvertedLoop:
         with self._closing():
             self._go_to(self._place)
         while self._begin_step():
-            epoch = run.context.training.position[0]
+            epoch = run._context.training.position[0]
             if epoch == self._epoch:
                 raise ConfigurationError(
                     f"the loop over the micro-batches of epoch {epoch} was left before its end; to stop early leave "
@@ -157,13 +156,13 @@ class InvertedLoop:
         Raises:
             ConfigurationError: there is no epoch, or a body has not called ``optimizer.step()``.
         """
-        context = self.run.context
+        context = self.run._context
         if self._iterated == self._epoch:
             raise ConfigurationError(
                 f"the micro-batches of epoch {self._epoch} were iterated over twice; once is what an epoch is"
             )
         self._iterated = self._epoch
-        while self._inner is not None or (context.training.position[0] == self._epoch and not context.is_over):
+        while self._inner is not None or (context.training.position[0] == self._epoch and not context.training.is_over):
             self._begin_step()
             if self._next is _NONE and not self._advance():
                 self._borrow()
@@ -205,7 +204,7 @@ class InvertedLoop:
             self._close(None)
 
     def _go_to(self, place: dict[str, int]) -> None:
-        training, steps = self.run.context.training, self.place["steps_per_epoch"]
+        training, steps = self.run._context.training, self.place["steps_per_epoch"]
         if place["step"] and place["steps_per_epoch"] != steps:
             raise ConfigurationError(
                 f"the state that was loaded has {place['steps_per_epoch']} steps in an epoch, and this training {steps}"
@@ -222,7 +221,7 @@ class InvertedLoop:
                 step = next(self._steps, None)
                 if step is None:
                     return False
-                self._step = step.bind()  # a joiner enters here: what it says of the epoch must be right
+                self._step = step._bind()  # a joiner enters here: what it says of the epoch must be right
                 self._inner = iter(step)
         return True
 
@@ -242,7 +241,7 @@ class InvertedLoop:
 
     def _borrow(self) -> None:
         """The step was made without this worker: let it go through the body all the same."""
-        model = self.run.context.request.model
+        model = self.run._context.request.model
         kept: list[tuple[Tensor, Tensor | None, bool]] = [(buffer, buffer.clone(), False) for buffer in model.buffers()]
         for parameter in model.parameters():
             kept.append((parameter, parameter.grad, parameter.requires_grad))

@@ -61,7 +61,6 @@ class Notes:
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How each name was logged, of any micro-batch so far."""
     samples: int = 0
-    """Of the present step."""
 
     def begin(self) -> None:
         self.values = {}
@@ -364,7 +363,8 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         """What the leader has, behind a step, where all workers ask: whether a file is there already, for example."""
         if self._run is None or not self._behind:
             return obj
-        (told,) = evaluate_in_parts(self.lightning_module, [0], lambda batch: obj, batch_size=self._run.virtual_nodes)
+        nodes = self._run._request.virtual_nodes
+        (told,) = evaluate_in_parts(self.lightning_module, [0], lambda batch: obj, batch_size=nodes)
         return told
 
 
@@ -385,8 +385,8 @@ class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
         run = strategy.make_run(trainer, Story(trainer, self.epoch_loop.notes))
         steps_per_epoch = math.ceil(self.max_batches / trainer.accumulate_grad_batches)
         with run:
-            if resumed and not run.context.training.completed_steps:
-                run.context.training.begin_behind(resumed, steps_per_epoch)
+            if resumed and not run._context.training.completed_steps:
+                run._context.training.begin_behind(resumed, steps_per_epoch)
             strategy.enter(run)
             try:
                 self._follow(run, steps_per_epoch)
@@ -442,7 +442,7 @@ class _ElasticEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
                 "on_train_batch_start has returned -1, and an elastic training cannot leave out the rest of an epoch; "
                 "set trainer.should_stop, or limit_train_batches"
             )
-        self.notes.samples = run.context.loading.samples() or 0
+        self.notes.samples = run._context.loading.samples() or 0
         for batch in step:
             results, self._results = self._results, self.notes
             try:

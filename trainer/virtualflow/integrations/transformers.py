@@ -259,7 +259,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
         )
         with run:
             if resume_from_checkpoint is not None:
-                run.context.training.begin_behind(self.state.global_step, steps_per_epoch)
+                run._context.training.begin_behind(self.state.global_step, steps_per_epoch)
             self._run, first = run, True
             try:
                 for step in run:
@@ -427,11 +427,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
             return on_host(self.prediction_step(self.model, batch.data, loss_only, ignore_keys=ignore_keys))
 
         found = evaluate_in_parts(
-            self.model,
-            Batches(dataloader),
-            predict,
-            batch_size=self._run.virtual_nodes,
-            collate_fn=take_only,
+            self.model, Batches(dataloader), predict, batch_size=self._run._request.virtual_nodes, collate_fn=take_only
         )
         with self._replaying(iter(found)):
             return super().evaluation_loop(dataloader, description, prediction_loss_only, *arguments, **options)

@@ -34,10 +34,10 @@ from virtualflow.step import (
     forget_cached_weights,
 )
 from virtualflow.worker.divergence import SpotChecking, end_by_divergence
+from virtualflow.worker.process import check_averages
 from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
-from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
 from virtualflow.worker.step import Step, profiled, read_weight, span
 
@@ -114,7 +114,7 @@ class Loop:
                 yield step
             finally:
                 self._guard.place = "library"
-            if not step.complete:
+            if not step._complete:
                 raise VirtualFlowError(
                     "a step was left before its end; iterate over all its micro-batches: for batch in step: ..."
                 )
@@ -177,12 +177,12 @@ class Loop:
 
     @property
     def between_steps(self) -> bool:
-        return self._open_step is not None and self._open_step.complete
+        return self._open_step is not None and self._open_step._complete
 
     @property
     def inside_step(self) -> bool:
         """Whether the script has taken a step from the run and not run through its inner loop."""
-        return self._open_step is not None and not self._open_step.complete
+        return self._open_step is not None and not self._open_step._complete
 
     def _listen(self, data: Any) -> Told:
         self.told = Told()

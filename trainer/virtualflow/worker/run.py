@@ -32,17 +32,15 @@ from virtualflow.errors import (
 )
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.metrics import as_metrics, check_metric_name
 from virtualflow.protocol.termination_message import TerminationMessageWriter
-from virtualflow.protocol.wording import describe_end
+from virtualflow.protocol.wording import as_metrics, check_metric_name, describe_end
 from virtualflow.state import join_optimizers
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options, check_model
-from virtualflow.worker.process import NameTaken, Sigterm, claim_name
+from virtualflow.worker.process import NameTaken, Sigterm, claim_name, read_exit
 from virtualflow.worker.reporter import report_failure
 from virtualflow.worker.request import FormerRun, Request
 from virtualflow.worker.saving import agree_on_end, complete_leader
-from virtualflow.worker.script import read_exit
 from virtualflow.worker.session import RunIsOver
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.setup import Context, connect, open_session, set_up
@@ -66,7 +64,6 @@ class Script:
         self.incarnation = uuid.uuid4().hex
         """Names this process, in all runs."""
         self.former: tuple[FormerRun, ...] = ()
-        """The runs that have ended."""
 
 
 _script = Script()
@@ -102,9 +99,6 @@ class Run:
             self._termination_message.ended(error, does_not_fit=isinstance(error, DoesNotFit))
             raise
         self._request = Request(model, one, dataset, options, environment, settings)
-        self.virtual_nodes = self._request.virtual_nodes
-        self.reproducibility = self._request.reproducibility
-        """Whether the result is the same to the bit on any number of workers, or in distribution."""
         self._loop: Loop | None = None
         self._resources = ExitStack()
         """All that is to be given back when the ``with`` block ends."""
@@ -158,7 +152,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _active.clear()
-        context = self.context
+        context = self._context
         for abandon in context.parts.abandon:  # the script may have left its inner loop in the middle
             abandon()
         with self._resources:
@@ -249,7 +243,7 @@ class Run:
         if not session.state.has_state:
             logger.warning("the script has not iterated over the run, so nothing was trained: for step in run: ...")
             return
-        early = not context.is_over
+        early = not training.is_over
         if early and not session.coordinated:
             logger.warning("%s", describe_end(training.completed_steps, context.total_steps, stopped_early=True))
         training.arrive()
@@ -279,8 +273,8 @@ class Run:
     # --- what a user's script sees ------------------------------------------------------------------------------------
 
     @property
-    def context(self) -> Context:
-        """The parts of this run, for integrations: they may change with any release.
+    def _context(self) -> Context:
+        """The parts of this run.
 
         Raises:
             VirtualFlowError: its ``with`` block has not begun.
@@ -297,7 +291,7 @@ class Run:
         without it, is no leader until the coordinator has confirmed that they have not; this waits for it a while.
         Between two looks the world may change: what must not be written by two gets :attr:`fence` to compare.
         """
-        session = self.context.session
+        session = self._context.session
         return session.state.leader and session.holds_lease()
 
     @property
@@ -307,7 +301,7 @@ class Run:
         Two generations never have the same, so a store that keeps the highest with what is written, and refuses
         what comes with a lower one, has one writer at a time.
         """
-        generation = self.context.session.generation
+        generation = self._context.session.generation
         return generation.incarnation, generation.counter
 
     @property
@@ -317,30 +311,25 @@ class Run:
         Raises:
             VirtualFlowError: this worker has no part in the training yet.
         """
-        found = self.context.training.id
+        found = self._context.training.id
         if not found:
             raise VirtualFlowError("run.id is known once a step has begun; read it behind the micro-batches of a step")
         return found
 
     @property
-    def assigned(self) -> range:
-        """The virtual nodes that are assigned to this worker."""
-        return self.context.session.state.assigned
-
-    @property
     def metrics(self) -> dict[str, float]:
         """The combined metrics of the last step."""
-        return self.context.training.metrics
+        return self._context.training.metrics
 
     @property
     def completed_steps(self) -> int:
         """Updates that have been applied."""
-        return self.context.training.completed_steps
+        return self._context.training.completed_steps
 
     @property
     def total_steps(self) -> int | None:
         """How many updates the training takes; ``None`` when the length of the streams decides."""
-        return self.context.total_steps
+        return self._context.total_steps
 
     def log(self, **metrics: float) -> None:
         """Add numbers about the whole job (a test accuracy) to its report, and to the last step in its trackers.
@@ -350,14 +339,14 @@ class Run:
         Raises:
             ConfigurationError: a name is too long.
         """
-        training = self.context.training
+        training = self._context.training
         for name in metrics:
             check_metric_name(name, "run.log")
         numbers = {name: float(value) for name, value in metrics.items()}
         training.logged.update(numbers)
         training.note_non_finite(numbers)
-        if self.context.tracking is not None:
-            self.context.tracking.log(numbers)
+        if self._context.tracking is not None:
+            self._context.tracking.log(numbers)
         if self._loop is not None:
             self._loop.check_finite()
 

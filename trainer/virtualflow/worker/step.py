@@ -45,7 +45,6 @@ class Attempts(Protocol):
     layer_major: bool
     """Whether it yields what computes all micro-batches of an attempt, given a loss, and not each for itself."""
     told: Told
-    """What the script has told of the present micro-batch."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -79,7 +78,7 @@ class Step:
         self._iterating = False
         self._warming_up = False
         self.metrics: dict[str, float] = {}
-        self.complete = False
+        self._complete = False
 
     @property
     def number(self) -> int:
@@ -89,14 +88,14 @@ class Step:
         the number must be right. A joiner's warm-up counts as the first step: joining in it would replace the weights
         between a forward pass and its backward pass.
         """
-        return 1 if self._warming_up else self.bind()._number or 0
+        return 1 if self._warming_up else self._bind()._number or 0
 
     @property
     def epoch(self) -> int:
         """The epoch that its samples belong to, from 0."""
-        return 0 if self._warming_up else self.bind()._epoch
+        return 0 if self._warming_up else self._bind()._epoch
 
-    def bind(self) -> Step:
+    def _bind(self) -> Step:
         """Learn which step this is, for integrations; a worker that is to join does so now, without warming up."""
         if self._number is None:
             self._number, self._epoch = self._attempts.join()
@@ -109,7 +108,7 @@ class Step:
             VirtualFlowError: there is no present micro-batch.
             ConfigurationError: something is not one real number, or its name is too long.
         """
-        if self.complete or not self._iterating:
+        if self._complete or not self._iterating:
             raise VirtualFlowError(
                 "step.log belongs into the loop over the micro-batches; for numbers about the whole job use run.log"
             )
@@ -135,7 +134,7 @@ class Step:
             VirtualFlowError: there is no present micro-batch.
             ConfigurationError: that is no weight.
         """
-        if self.complete or not self._iterating:
+        if self._complete or not self._iterating:
             raise VirtualFlowError("step.weight belongs into the loop over the micro-batches")
         self._attempts.weigh(read_weight(weight))
 
@@ -170,7 +169,7 @@ class Step:
             compute(loss)
 
     def _iterate(self) -> Iterator[Any]:
-        if self.complete:
+        if self._complete:
             raise VirtualFlowError(f"step {self._number} was iterated over twice; take the next one from the run")
         if self._iterating:
             raise VirtualFlowError(
@@ -192,12 +191,12 @@ class Step:
                     yield from self._attempts.warm_up()
                 finally:
                     self._warming_up = False
-            self.bind()
+            self._bind()
             yield from self._attempts.make(self._number or 0)
         finally:
             self._iterating = False
         self.metrics = dict(self._attempts.metrics)
-        self.complete = True
+        self._complete = True
 
 
 def read_weight(weight: Any) -> float:
