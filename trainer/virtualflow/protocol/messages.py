@@ -12,35 +12,20 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.protocol.metrics import Metrics, NotFinite
-from virtualflow.protocol.settings import (
-    HEARTBEAT_LIMIT,
-    MAX_CHANGES,
-    MAX_CLASSES,
-    MAX_KEY,
-    MAX_NAME,
-    MAX_REASON,
-    MAX_RUNS,
-    MAX_SENTENCE,
-    MAX_TRACEBACK,
-    MAX_VIRTUAL_NODES,
-    MAX_WORD,
-    MAX_WORKERS,
-    PassClass,
-    Reproducibility,
-)
+from virtualflow.protocol import settings as limits
+from virtualflow.protocol.settings import HEARTBEAT_LIMIT, PassClass, Reproducibility
+from virtualflow.protocol.wording import Metrics, NotFinite
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
-Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
-Word = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_WORD)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_NAME)]
+Sentence = Annotated[str, msgspec.Meta(max_length=limits.MAX_SENTENCE)]
+Word = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_WORD)]
 """One of a set that is shown to people and may grow: a reader takes those that it does not know as well."""
-Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
+Traceback = Annotated[str, msgspec.Meta(max_length=limits.MAX_TRACEBACK)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
 PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
-"""A worker's computing time per virtual node."""
-Version = Annotated[str, msgspec.Meta(max_length=MAX_WORD)]
+Version = Annotated[str, msgspec.Meta(max_length=limits.MAX_WORD)]
 RunNumber = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 """Which ``with vf.elastic(...)`` block of the script, from 1."""
 NoteKind = Literal["info", "warning", "checkpoint", "checkpoint-failed"]
@@ -86,8 +71,8 @@ class Member(Base, frozen=True, tag=False):
     incarnation: Name
     """Names the process: a replacement may have the same ``worker`` name."""
     address: Address
-    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_VIRTUAL_NODES)]
-    last: Annotated[int, msgspec.Meta(ge=0, le=MAX_VIRTUAL_NODES)]
+    first: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_VIRTUAL_NODES)]
+    last: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_VIRTUAL_NODES)]
 
     @property
     def virtual_nodes(self) -> range:
@@ -105,22 +90,19 @@ class Plan(Base, frozen=True, tag="plan"):
 
     generation: Generation
     mode: Literal["planned", "recovery"]
-    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
-    joiners: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=limits.MAX_WORKERS)]
+    joiners: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.MAX_WORKERS)]
     cause: Cause
     reason: Sentence
-    ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.MAX_WORKERS)] = ()
     """Members of earlier generations, by incarnation, whose end is confirmed (see ``lineage``)."""
 
     def includes(self, incarnation: str) -> bool:
         return any(member.incarnation == incarnation for member in self.members)
 
     def rank_of(self, worker: str, incarnation: str) -> int | None:
-        """The rank of that process, ``None`` when it is no member."""
-        for rank, member in enumerate(self.members):
-            if member.worker == worker and member.incarnation == incarnation:
-                return rank
-        return None
+        who = worker, incarnation
+        return next((rank for rank, each in enumerate(self.members) if (each.worker, each.incarnation) == who), None)
 
 
 class Change(Base, frozen=True, tag=False):
@@ -142,22 +124,18 @@ class Change(Base, frozen=True, tag=False):
     state_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """How long that took, a part of the pause."""
     state_donors: Count | None = None
-    """How many workers gave it."""
     repeated_virtual_nodes: Count = 0
     """Virtual nodes that were computed again for it, at most: the others of a repeated step were kept."""
     run: RunNumber = 1
-    """The run of the script that ``step`` is of."""
 
 
 class CheckpointState(Base, frozen=True, tag=False):
     """How it stands with a job's checkpoints; times are Unix seconds of the worker that writes them."""
 
     at: float
-    """When this was so."""
     step: Count | None = None
     """Of the newest complete one, which is on the disk as a whole."""
     written: float | None = None
-    """When that was complete."""
     failure: Sentence | None = None
     """Why the latest one could not be written, and what to do; ``None``: it was."""
     directory: Sentence = ""
@@ -167,7 +145,7 @@ class CheckpointState(Base, frozen=True, tag=False):
 class NonFinite(Base, frozen=True, tag=False):
     """A metric that became NaN or infinite, and the first step of it."""
 
-    metric: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    metric: Annotated[str, msgspec.Meta(max_length=limits.MAX_NAME)]
     value: NotFinite
     step: Count
 
@@ -195,7 +173,6 @@ class RunResult(Base, frozen=True, tag=False):
 
     run: RunNumber
     step: Count
-    """Completed steps."""
     total_steps: Count | None
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     metrics: Metrics
@@ -210,12 +187,11 @@ class Hello(Base, frozen=True, tag="hello"):
     """The first message of a connection: who this is and all that it knows, for a coordinator that may know nothing."""
 
     protocol: Count
-    """The newest that it speaks."""
     worker: Name
     incarnation: Name
     address: Address
     pid: Count
-    virtual_nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_VIRTUAL_NODES)]
+    virtual_nodes: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_VIRTUAL_NODES)]
     fingerprint: Sentence
     """What must be equal on all devices: torch and, for equal bits, threads."""
     ready: bool
@@ -224,22 +200,19 @@ class Hello(Base, frozen=True, tag="hello"):
     drain_deadline: Seconds | None
     """Seconds from now."""
     plan: Plan | None
-    """The generation that it is in."""
     step: Count
     total_steps: Count | None
     done: bool
-    changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
+    changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=limits.MAX_CHANGES)]
     pace: PaceSeconds | None = None
     """A first guess of its computing time per virtual node with a whole pass, from a profile of its device."""
     reproducibility: Reproducibility = "bitwise"
     device: Sentence = ""
-    """The type of its device, for people to read."""
     self_test: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """The digest of what its device computes (``probe_bits``); empty where bits need not be equal, or it has none."""
     oldest_protocol: Count | None = None
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""
-    """Of its library, for people to read."""
     heard: Generation = NO_GENERATION
     """The newest that it was told of, entered or not: it listens to none before that one."""
     floor: Generation = NO_GENERATION
@@ -249,14 +222,12 @@ class Hello(Base, frozen=True, tag="hello"):
     """It has failed before it could take part, and before its self-test: it comes only to say why."""
     memory: MemoryPlan | None = None
     """``None``: it has no budget of memory to plan within."""
-    classes: Annotated[tuple[PassClass, ...], msgspec.Meta(max_length=MAX_CLASSES)] = ()
+    classes: Annotated[tuple[PassClass, ...], msgspec.Meta(max_length=limits.MAX_CLASSES)] = ()
     """Of equally large parts of all virtual nodes, how far their backward passes go; none: all are whole."""
     capacity: Count | None = None
     """Bytes of its device's memory for the training; ``None``: nobody says."""
     run: RunNumber = 1
-    """The run of the script that it is in."""
-    runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=MAX_RUNS)] = ()
-    """Those before it."""
+    runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=limits.MAX_RUNS)] = ()
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -271,9 +242,7 @@ class Doing(Base, frozen=True, tag=False):
     waits: bool = False
     """It waits for other workers or the coordinator, and looks around while it does."""
     first: bool = False
-    """No step is complete in this process yet."""
     slowest: Seconds = 0.0
-    """The slowest step of the latest ones."""
 
 
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
@@ -285,8 +254,7 @@ class Heartbeat(Base, frozen=True, tag="heartbeat"):
 class Stacks(Base, frozen=True, tag="stacks"):
     """Where all threads of this worker's process are: the answer to :class:`ShowStacks`."""
 
-    place: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
-    """Where the training thread is, in one line."""
+    place: Annotated[str, msgspec.Meta(max_length=limits.MAX_REASON)]
     text: Traceback
 
 
@@ -309,7 +277,6 @@ class Entered(Base, frozen=True, tag="entered"):
     plan: Plan
     step: Count
     restored: bool
-    """The state came from a checkpoint."""
 
 
 class EnteredTold(Base, frozen=True, tag="entered-told"):
@@ -335,7 +302,6 @@ class Pace(Base, frozen=True, tag="pace"):
     low: PaceSeconds
     """The lower quartile of the samples."""
     high: PaceSeconds
-    """The upper one."""
     rest: Seconds
     """The rest of a step at this worker: synchronizing, update, the user's code between steps, waiting."""
     samples: Count
@@ -352,9 +318,7 @@ class Progress(Base, frozen=True, tag="progress"):
     steps_per_second: float
     phase: Literal["training", "evaluating"]
     step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """The median of the latest steps of this generation."""
     non_finite: NonFinite | None = None
-    """The first metric of this training that was not finite."""
 
 
 class Resumed(Base, frozen=True, tag="resumed"):
@@ -396,8 +360,7 @@ class Failed(Base, frozen=True, tag="failed"):
     """The last line: the exception and its message."""
     traceback: Traceback
     non_finite: NonFinite | None = None
-    """The metric because of which it stopped."""
-    odd: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    odd: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.MAX_WORKERS)] = ()
     """The processes of members whose state was another one than that of most: nobody else may trust their machines."""
     does_not_fit: bool = False
     """Nothing fits into its budget of memory, and ``error`` says what would."""
@@ -416,7 +379,6 @@ class Done(Base, frozen=True, tag="done"):
     timed_steps: Count
     non_finite: NonFinite | None = None
     stopped_early: bool = False
-    """The script has left the loop before the last step."""
 
 
 class Note(Base, frozen=True, tag="note"):
@@ -441,7 +403,7 @@ class Publish(Base, frozen=True, tag="publish"):
 
     generation: Generation
     key: Annotated[str, msgspec.Meta(max_length=256)]
-    value: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY)]
+    value: Annotated[bytes, msgspec.Meta(max_length=limits.MAX_KEY)]
 
 
 class RenewLease(Base, frozen=True, tag="renew-lease"):
@@ -465,7 +427,6 @@ class Welcome(Base, frozen=True, tag="welcome"):
     step: Count
     hold: Count | None
     heartbeat: Seconds
-    """How often the coordinator wants a sign of life."""
     protocol: Count | None = None
     """The newest that both speak: what the two may say to each other."""
     lease: Seconds = HEARTBEAT_LIMIT
@@ -520,7 +481,6 @@ class RunOver(Base, frozen=True, tag="run-over"):
     """Instead of Welcome: the run of the script that this worker is in is over, and the job is in a later one."""
 
     current: RunNumber
-    """The run that the job is in."""
     result: RunResult | None
     """What the worker's run has ended with; ``None``: nobody remembers."""
 
