@@ -18,8 +18,7 @@ import torch
 
 import virtualflow as vf
 from benchmarks.tasks import TASKS, VIRTUAL_NODES, loss_of
-from virtualflow.step.settings import StateWatchSettings
-from virtualflow.step.state_watch import StateWatch
+from virtualflow.step.state_watch import StateWatch, StateWatchSettings
 from virtualflow.transport import channel, communicator
 from virtualflow.transport.channel import checksum
 

@@ -13,7 +13,7 @@ import torch
 from device_models import adamw, images, loss_of, network
 from meshes import mesh
 from states import assert_same
-from thread_collectives import Seat, Table
+from thread_collectives import ALONE, Seat, Table
 from torch import Tensor, nn
 
 from virtualflow.data import MicroBatch, seed_virtual_node
@@ -25,13 +25,11 @@ from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.bucket_exchange import flatten, unflatten
 from virtualflow.reduction.settings import Algorithm, Exchange, ReductionSettings
 from virtualflow.state import capture
-from virtualflow.state.settings import TransferSettings
-from virtualflow.state.transfer import Moved, move_state, pack_state
+from virtualflow.state.transfer import Moved, TransferSettings, move_state, pack_state
 from virtualflow.step.buffers import BufferTracker, same_at_once
 from virtualflow.step.guard import add_bits
 from virtualflow.step.header import Schema, read_numbers, read_together
 from virtualflow.step.state_watch import bytes_of, condense, hash_of, hashes_of
-from virtualflow.transport.interface import ALONE
 from virtualflow.worker.loading import Staging
 
 SHAPES = [(3, 5), (), (1,), (65,), (2, 3, 4), (1_000,)]

@@ -13,9 +13,9 @@ import aiohttp
 
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.versions import PROTOCOL
+from virtualflow.protocol.wording import Metric
 
 DIGEST = "d" * 64
 STEP_SECONDS = 0.03

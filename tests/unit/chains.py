@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from virtualflow.memory import Action, Block, BlockPlan, Plan, Profile, Skip, Span
 from virtualflow.memory.search import bound
-from virtualflow.memory.simulation import JOIN, Actions, ChainArrays, is_valid, least_capacity, schedule
+from virtualflow.memory.simulation import JOIN, RECOMPUTE, Actions, ChainArrays, least_capacity, schedule
+
+
+def is_valid(actions: Actions) -> bool:
+    """Whether each block that joins a segment follows one that is recomputed."""
+    return all(
+        action != JOIN or (index > 0 and actions[index - 1] >= RECOMPUTE) for index, action in enumerate(actions)
+    )
 
 
 def blocks(index: int, boundary: int) -> st.SearchStrategy[Block]:

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from virtualflow.errors import ConfigurationError, CoordinatorAbsent, VirtualFlowError, advise, describe, line_of_script
-from virtualflow.remedies import remedy
+from virtualflow.errors import (
+    ConfigurationError,
+    CoordinatorAbsent,
+    VirtualFlowError,
+    advise,
+    describe,
+    line_of_script,
+    remedy,
+)
 
 
 def raised(path: Path, code: str, *, error: BaseException) -> BaseException:

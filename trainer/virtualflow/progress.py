@@ -116,12 +116,7 @@ class ProgressBar:
     def _draw(self, share: float | None, rest: str) -> None:
         if self._bar is None:
             self._bar = self._start()
-        self._bar.update(
-            self._bar.task_ids[0],
-            total=None if share is None else 1.0,
-            completed=share or 0.0,
-            rest=rest,
-        )
+        self._bar.update(self._bar.task_ids[0], total=None if share is None else 1.0, completed=share or 0.0, rest=rest)
         self._bar.refresh()
 
     def _start(self) -> Bar:

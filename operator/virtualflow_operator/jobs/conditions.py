@@ -11,9 +11,8 @@ import msgspec
 
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import CheckpointState, NonFinite
-from virtualflow.protocol.metrics import Metric, show_metric
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow.protocol.wording import counted, printable
+from virtualflow.protocol.wording import Metric, counted, printable, show_metric
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Condition, ConditionType, Job, JobStatus, Truth, format_time
 

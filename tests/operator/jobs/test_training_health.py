@@ -30,8 +30,8 @@ from scenes import (
 
 from virtualflow.protocol.http_api import MemoryCopyState, MemoryReport, WorkerSeconds
 from virtualflow.protocol.messages import CheckpointState, NonFinite
-from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow.protocol.wording import Metric
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Pod, format_time
 from virtualflow_operator.controllers.job_controller import sample

@@ -43,7 +43,7 @@ from tiers import examples, nightly
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.transport.interface import Collectives
 

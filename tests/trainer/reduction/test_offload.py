@@ -18,7 +18,7 @@ from counted_memory import CountedMemory
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gradient_memory import living
-from thread_collectives import Seat, Table
+from thread_collectives import ALONE, Seat, Table
 from torch import Tensor, nn
 
 from tiers import nightly
@@ -26,9 +26,8 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Accumulator, Offload, Tensors, choose_offloaded, choose_summation, plan_offload
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.tree import Key
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
-from virtualflow.transport.interface import ALONE
 
 # --- which ------------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tiers import examples
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import Choose, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
 from virtualflow.transport.interface import Collectives
 from virtualflow.worker.repair import Remains, plan_repair

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_collectives import Seat, Table, together
+from thread_collectives import ALONE, Seat, Table, together
 from torch import Tensor
 
 from tiers import examples
@@ -22,7 +22,7 @@ from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation, 
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.tree import subtrees
-from virtualflow.transport.interface import ALONE, Collectives
+from virtualflow.transport.interface import Collectives
 
 ALIGNMENT = 64
 GATHER, SLICES = Exchange("gather", overlap=True), Exchange("reduce-scatter", overlap=True)

@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow.errors import Drained, ScriptExited
 from virtualflow.state import checkpoint_order
-from virtualflow.worker.process import Sigterm
-from virtualflow.worker.script import read_exit
+from virtualflow.worker.process import Sigterm, read_exit
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 

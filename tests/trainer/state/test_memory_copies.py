@@ -15,7 +15,7 @@ from virtualflow.protocol.http_api import CopyHeader
 from virtualflow.protocol.messages import Generation
 from virtualflow.state import Checkpointer, JobIdentity, MemoryCopies
 from virtualflow.state.checkpoint_order import Mark
-from virtualflow.state.settings import MemoryCopySettings
+from virtualflow.state.memory_copies import MemoryCopySettings
 
 ONE = Generation(1, 1)
 OFTEN = MemoryCopySettings(share=1e9, interval=0.0, retry_first=0.0)

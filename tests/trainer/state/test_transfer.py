@@ -24,9 +24,8 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.state import capture
-from virtualflow.state.settings import TransferSettings
 from virtualflow.state.striping import size_of
-from virtualflow.state.transfer import Moved, Reserve, move_state, pack_state
+from virtualflow.state.transfer import Moved, Reserve, TransferSettings, move_state, pack_state
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 

@@ -14,7 +14,7 @@ from checkpoints import IDENTITY, Counted, flip
 import virtualflow as vf
 from virtualflow.protocol.messages import Generation, Member
 from virtualflow.state import Checkpointer
-from virtualflow.state.settings import VolumeSettings
+from virtualflow.state.checkpointing import VolumeSettings
 from virtualflow.step import Divergence
 from virtualflow.worker.divergence import end_by_divergence
 

@@ -32,7 +32,7 @@ from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state import digests
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Update
 
 WIDTH, BLOCKS, NODES, MICRO_BATCH = 6, 4, 6, 2

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from virtualflow.data.sampling import chunks
 from virtualflow.device.memory_gauge import Usage
-from virtualflow.step.fusion_tuner import Tuner, widths
-from virtualflow.step.settings import FusionSettings
+from virtualflow.step.fusion_tuner import FusionSettings, Tuner, widths
 
 SETTINGS = FusionSettings()
 ENOUGH = 60

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from broken_collectives import Counting
-from thread_collectives import Seat, Table, together
+from thread_collectives import ALONE, Seat, Table, together
 from torch import Tensor, nn
 
 from tiers import nightly
@@ -22,9 +22,9 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
-from virtualflow.transport.interface import ALONE, Collectives
+from virtualflow.transport.interface import Collectives
 from virtualflow.worker.repair import Remains, plan_repair
 
 NODES, SAMPLES, STEPS = 6, 2, 5

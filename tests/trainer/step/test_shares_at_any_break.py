@@ -16,7 +16,7 @@ import pytest
 import torch
 from broken_collectives import Counting
 from own_optimizers import BlockwiseMomentum
-from thread_collectives import Seat, Table, together
+from thread_collectives import ALONE, Seat, Table, together
 from torch import Tensor, nn
 
 from tiers import nightly
@@ -25,9 +25,9 @@ from virtualflow.protocol.lineage import Claim
 from virtualflow.reduction import HostMemory, choose_summation
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Reserve, digests
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
-from virtualflow.transport.interface import ALONE, Message
+from virtualflow.transport.interface import Message
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.train_state import Training
 

@@ -26,11 +26,17 @@ import virtualflow as vf
 from tiers import nightly
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Shards, Update
 from virtualflow.step.placement import DevicePlacement
-from virtualflow.step.settings import StateWatchSettings
-from virtualflow.step.state_watch import SETTINGS, Diverged, Divergence, StateWatch, find_divergence
+from virtualflow.step.state_watch import (
+    SETTINGS,
+    Diverged,
+    Divergence,
+    StateWatch,
+    StateWatchSettings,
+    find_divergence,
+)
 from virtualflow.worker.divergence import describe_divergence
 
 Worker = tuple[nn.Module, torch.optim.Optimizer]

@@ -15,7 +15,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Reducer, choose_summation, handover
 from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
 from virtualflow.transport.communicator import Communicator
 

@@ -24,8 +24,7 @@ from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.settings import TransferSettings
-from virtualflow.state.transfer import move_state, pack_state
+from virtualflow.state.transfer import TransferSettings, move_state, pack_state
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 

@@ -19,8 +19,8 @@ from coordinator_server import hello
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_MESSAGE
+from virtualflow.protocol.wording import as_metrics
 from virtualflow.transport.link import Link
 from virtualflow.transport.settings import LinkSettings
 

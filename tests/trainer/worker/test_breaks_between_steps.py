@@ -10,6 +10,7 @@ import pytest
 import torch
 from broken_collectives import Counting, regression, train_steps
 from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
+from thread_collectives import ALONE
 from torch import nn
 
 import virtualflow as vf
@@ -17,9 +18,8 @@ from tiers import nightly
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Schema, Update
-from virtualflow.transport.interface import ALONE
 from virtualflow.worker.session import Session
 
 NODES, SAMPLES = 4, 3

@@ -25,7 +25,7 @@ from virtualflow.errors import CommunicatorBroken, Convicted, VirtualFlowError
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Attempt, Doubted, OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.step.spot_checks import SpotCheck, choose_check
 from virtualflow.transport.interface import DONE, Message, Pending

@@ -22,7 +22,7 @@ import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.step import Attempt, Guard, is_separable
-from virtualflow.step.settings import GuardSettings
+from virtualflow.step.guard import GuardSettings
 
 EQUAL = [
     habits.weights_that_decay_after_the_step,

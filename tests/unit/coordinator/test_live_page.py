@@ -27,7 +27,7 @@ from virtualflow.coordinator.settings import (
     LivePageSettings,
 )
 from virtualflow.coordinator.status_view import describe
-from virtualflow.protocol import http_api, memory_copy
+from virtualflow.protocol import http_api
 from virtualflow.protocol.job_view import ViewJob, ViewLog, ViewNow
 from virtualflow.protocol.live_view import View, ViewSeries, page_address, view_token
 from virtualflow.protocol.messages import Welcome, encode
@@ -135,7 +135,7 @@ def test_who_may_look_may_do_nothing_else() -> None:
                 assert "opens GET /v1/view and nothing else" in (await answer.json())["message"]
                 assert answer.headers["Connection"] == "close"
         for method in ("GET", "PUT"):
-            async with server.client.request(method, f"{server.url}{memory_copy.PATH}", headers=LOOKS) as answer:
+            async with server.client.request(method, f"{server.url}{http_api.COPY_PATH}", headers=LOOKS) as answer:
                 assert answer.status == 403
         for path in ("/v1/status", "/v1/nowhere", "/"):
             async with server.client.get(f"{server.url}{path}", headers=LOOKS) as answer:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from chains import every_choice, profiles
+from chains import every_choice, is_valid, profiles
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,6 @@ from virtualflow.memory.simulation import (
     SWAP,
     Actions,
     ChainArrays,
-    is_valid,
     least_capacity,
     most_backward,
     schedule,

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import (
     MAX_CHANGES,
     MAX_METRICS,
@@ -24,6 +23,7 @@ from virtualflow.protocol.settings import (
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
 )
+from virtualflow.protocol.wording import as_metrics
 
 HELLO = hello("worker-0")
 

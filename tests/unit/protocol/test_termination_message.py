@@ -23,7 +23,6 @@ from virtualflow.errors import (
 )
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.messages import NonFinite
-from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.settings import ENV_TERMINATION_LOG
 from virtualflow.protocol.termination_message import (
     TerminationMessage,
@@ -31,7 +30,7 @@ from virtualflow.protocol.termination_message import (
     decode_termination_message,
     encode_termination_message,
 )
-from virtualflow.protocol.wording import printable
+from virtualflow.protocol.wording import Metric, printable
 
 LIMIT = 4_096
 TEXT = st.text(st.characters(exclude_categories=[]), max_size=3_000)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from virtualflow.coordinator.settings import SERIES_BREAKS, SERIES_METRICS, SERIES_POINTS
 from virtualflow.protocol.job_record import Break, Column, SeriesRecord, Total
 from virtualflow.protocol.live_view import ViewSeries
-from virtualflow.protocol.metrics import Metric
+from virtualflow.protocol.wording import Metric
 
 _DIGITS = 5
 """Significant ones of a figure: a picture shows fewer."""

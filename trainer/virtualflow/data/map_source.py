@@ -254,21 +254,9 @@ def open_source(
                 f"{type(dataset).__name__} has no __len__, so its samples cannot be put in order; define it"
             )
         plan = SamplePlan(len(dataset), batch_size, seed, shuffle, drop_last, orders)
-        return MapSource(
-            dataset,
-            plan,
-            virtual_nodes=virtual_nodes,
-            epochs=epochs,
-            options=options,
-            settings=settings,
-        )
+        return MapSource(dataset, plan, virtual_nodes=virtual_nodes, epochs=epochs, options=options, settings=settings)
     return StreamSource(
-        dataset,
-        batch_size=batch_size,
-        virtual_nodes=virtual_nodes,
-        seed=seed,
-        options=options,
-        settings=settings,
+        dataset, batch_size=batch_size, virtual_nodes=virtual_nodes, seed=seed, options=options, settings=settings
     )
 
 

@@ -61,7 +61,6 @@ class Orders:
         self._sampler, self._dataset_size, self._seed = sampler, dataset_size, seed
         first = self._ask(0)
         self.length = len(first)
-        """Samples of an epoch."""
         self.fingerprint = hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16]
         """What tells a sampler from one of other orders: the hash of the first."""
         if not first.equal(self._ask(0)):

@@ -3,7 +3,6 @@ used.
 """
 
 from virtualflow.device.determinism import (
-    Pinned,
     count_processors,
     describe_device,
     device_name,
@@ -13,18 +12,18 @@ from virtualflow.device.determinism import (
     pin,
     probe_bits,
 )
-from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage
+from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage, free_bytes
 
 __all__ = [
     "FreedMemory",
     "MemoryGauge",
-    "Pinned",
     "Usage",
     "count_processors",
     "describe_device",
     "device_name",
     "device_of",
     "fingerprint",
+    "free_bytes",
     "has_spare_processor",
     "pin",
     "probe_bits",

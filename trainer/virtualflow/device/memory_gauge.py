@@ -158,7 +158,7 @@ class MemoryGauge:
             used = torch.cuda.max_memory_allocated(self._device) - base
             return Usage(used, int(self._settings.device_share * whole) - base)
         used = max(0, status_bytes()["VmHWM"] - base)
-        available = _available()
+        available = free_bytes(self._device)
         if available is None:
             return None
         # What this process has grown by meanwhile is part of what it could use.
@@ -175,8 +175,14 @@ def _reset_resident() -> int | None:
         return None
 
 
-def _available() -> int | None:
-    """What processes here can still take: of the machine, or of the container's control group if that is less."""
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that this process could still take on ``device``; ``None`` where it cannot be told.
+
+    On the CPU: of the machine, or of the container's control group if that is less.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     try:
         machine = kilobytes(_MACHINE.read_text()).get("MemAvailable")
     except OSError:

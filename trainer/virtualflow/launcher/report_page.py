@@ -21,8 +21,15 @@ from virtualflow.protocol.job_view import (
     view_change,
 )
 from virtualflow.protocol.live_view import ViewSeries
-from virtualflow.protocol.metrics import Metric, show_metric
-from virtualflow.protocol.wording import counted, describe_end, describe_steps, duration, milliseconds
+from virtualflow.protocol.wording import (
+    Metric,
+    counted,
+    describe_end,
+    describe_steps,
+    duration,
+    milliseconds,
+    show_metric,
+)
 
 MAX_REPORT = 256 << 20
 """Bytes of a file that could be a report."""

@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from virtualflow.errors import remedy
 from virtualflow.launcher import registry
 from virtualflow.launcher.console import JobConsole, Snapshot, open_console
 from virtualflow.launcher.coordinator_process import CoordinatorFailed, CoordinatorProcess
@@ -39,7 +40,6 @@ from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.live_view import page_address
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow.protocol.wording import counted, printable
-from virtualflow.remedies import remedy
 
 _SHOWN_OTHERWISE = ("change", "failed", "generation")
 """Kinds of events that are shown in another form."""

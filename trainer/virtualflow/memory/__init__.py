@@ -9,22 +9,9 @@ package does not import. docs/explanation/memory.md has the model.
 """
 
 from virtualflow.errors import DoesNotFit
-from virtualflow.memory.devices import Advice, DeviceType, Division, Share, advise, costs, divide
+from virtualflow.memory.devices import Advice, DeviceType, Division, advise, costs, divide
 from virtualflow.memory.fitting import Fit, fit, profile_for, what_fits
-from virtualflow.memory.model import (
-    Action,
-    Block,
-    BlockPlan,
-    Budget,
-    Plan,
-    Point,
-    Profile,
-    Skip,
-    Span,
-    Timeline,
-    UpdateCopies,
-    Wait,
-)
+from virtualflow.memory.model import Action, Block, BlockPlan, Budget, Plan, Point, Profile, Skip, Span, Timeline, Wait
 from virtualflow.memory.planner import Planner, plan
 from virtualflow.protocol.settings import Placement
 from virtualflow.protocol.wording import format_bytes, parse_bytes
@@ -44,11 +31,9 @@ __all__ = [
     "Planner",
     "Point",
     "Profile",
-    "Share",
     "Skip",
     "Span",
     "Timeline",
-    "UpdateCopies",
     "Wait",
     "advise",
     "costs",

@@ -125,7 +125,6 @@ class Fit:
     plan: Plan | None
     """``None``: nothing fits."""
     reason: str
-    """Of the plan, or why there is none."""
 
     @property
     def step_seconds(self) -> float | None:

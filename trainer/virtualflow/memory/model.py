@@ -80,16 +80,6 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class UpdateCopies:
-    """Bytes that one update copies, in a worker that has all of the optimizer's state."""
-
-    out_bytes: int
-    """From the device to the host,"""
-    back_bytes: int
-    """and back."""
-
-
-@dataclass(frozen=True)
 class Profile:
     """A model on one type of device, for micro-batches of one size.
 
@@ -104,7 +94,6 @@ class Profile:
     in_bytes_per_second: float
     """and back."""
     optimizer_bytes: int = 0
-    """The optimizer's state."""
     fixed_bytes: int = 0
     """What else is on the device all the time: sums of gradients at rest, what libraries take for themselves."""
     skips: tuple[Skip, ...] = ()
@@ -123,13 +112,6 @@ class Profile:
         """What is on the device whatever the plan: parameters, the fixed part, and the optimizer's state if it is."""
         state = self.optimizer_bytes if optimizer == "device" else 0
         return sum(block.parameter_bytes for block in self.blocks) + self.fixed_bytes + state
-
-    def update_copies(self, optimizer: Placement) -> UpdateCopies:
-        """What an update copies: of all parameters in blocks that are trained, gradients and values go out, and values
-        come back. (With several workers gradients go out in any case, and come back to an optimizer on the device.)
-        """
-        trained = sum(block.gradient_bytes for block in self.blocks) if optimizer == "host" else 0
-        return UpdateCopies(2 * trained, trained)
 
 
 @dataclass(frozen=True)
@@ -224,7 +206,6 @@ class Plan:
     host_bytes: int
     """On the host: of what is swapped, and of the optimizer's state if it is there."""
     reason: str
-    """In a sentence."""
     timeline: Timeline = field(repr=False)
     waits: tuple[Wait, ...] = field(default=(), repr=False)
     """In the order in which the device comes to them; anywhere else it waits for no copy out."""

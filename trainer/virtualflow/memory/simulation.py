@@ -143,13 +143,6 @@ class Schedule:
     """When all is computed."""
 
 
-def is_valid(actions: Actions) -> bool:
-    """Whether each block that joins a segment follows one that is recomputed."""
-    return all(
-        action != JOIN or (index > 0 and actions[index - 1] >= RECOMPUTE) for index, action in enumerate(actions)
-    )
-
-
 def least_capacity(chain: ChainArrays, actions: Actions) -> int:
     """The fewest bytes with which that choice can be carried out, everything being fetched as late as possible."""
     forward, held = _forward_needs(chain, actions)

@@ -27,15 +27,8 @@ from virtualflow.protocol.messages import (
     Version,
     Word,
 )
-from virtualflow.protocol.metrics import Metrics
-from virtualflow.protocol.settings import (
-    MAX_CHANGES,
-    MAX_LISTED,
-    MAX_NAME,
-    MAX_RUNS,
-    MAX_WORKERS,
-    Reproducibility,
-)
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_LISTED, MAX_NAME, MAX_RUNS, MAX_WORKERS, Reproducibility
+from virtualflow.protocol.wording import Metrics
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 """A name or an address as the status shows it."""

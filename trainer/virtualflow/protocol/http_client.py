@@ -204,10 +204,7 @@ class CoordinatorClient:
             delay = min(2 * delay, self._settings.retry_most)
 
     async def _read(
-        self,
-        stream: _Stream,
-        admit: Admit | None,
-        keep: Callable[[Status], Status] | None,
+        self, stream: _Stream, admit: Admit | None, keep: Callable[[Status], Status] | None
     ) -> AsyncGenerator[Status]:
         if admit is not None:
             stream.keep_little()

@@ -13,7 +13,6 @@ import msgspec
 
 from virtualflow.protocol.http_api import ENDED, Event, Phase, Status, WorkerStatus
 from virtualflow.protocol.messages import Base, Change
-from virtualflow.protocol.metrics import show_metric
 from virtualflow.protocol.wording import (
     counted,
     describe_end,
@@ -22,6 +21,7 @@ from virtualflow.protocol.wording import (
     figure,
     format_bytes,
     milliseconds,
+    show_metric,
     table,
 )
 

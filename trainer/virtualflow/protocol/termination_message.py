@@ -19,9 +19,8 @@ import msgspec
 from virtualflow._start import from_start
 from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, VirtualFlowError, describe
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.metrics import Metric, as_metrics
 from virtualflow.protocol.settings import ENV_TERMINATION_LOG, MAX_TERMINATION_MESSAGE, MAX_TERMINATION_METRICS
-from virtualflow.protocol.wording import printable
+from virtualflow.protocol.wording import Metric, as_metrics, printable
 
 logger = logging.getLogger("virtualflow.worker")
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Literal
+
+import msgspec
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import MAX_METRICS, MAX_NAME
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """All that moves a cursor, commands a terminal or turns the order of letters, but line feeds and tabs; and halves of
@@ -110,3 +115,40 @@ def format_bytes(size: int, *, up: bool = False) -> str:
     tens = 10**digits
     number = -(-size * tens // _UNITS[unit]) / tens if up else math.floor(scaled * tens + 0.5) / tens
     return f"{number:.{digits}f} {unit.capitalize()}B"
+
+
+# Numbers of a training as they travel and are shown: JSON has no NaN and no infinity, so these are words.
+#
+# The words are those of Kubernetes and of protobuf's JSON; ``float`` reads each of them back.
+
+NotFinite = Literal["NaN", "Infinity", "-Infinity"]
+Metric = float | NotFinite
+MetricName = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Metrics = Annotated[dict[MetricName, Metric], msgspec.Meta(max_length=MAX_METRICS)]
+"""By name, as they travel."""
+
+
+def check_metric_name(name: str, call: str) -> None:
+    """See that a number's name, which a script logs by ``call``, is short enough to travel."""
+    if len(name) > MAX_NAME:
+        raise ConfigurationError(
+            f"{call} got a name of {len(name)} characters ({name[:40]!r}...); give names of at most {MAX_NAME}"
+        )
+
+
+def not_finite(value: float) -> NotFinite | None:
+    """The word for a number that is not finite; ``None`` for one that is."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return None
+
+
+def as_metrics(values: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The first ``MAX_METRICS`` of ``values``, as they travel."""
+    return {name: not_finite(float(value)) or value for name, value in islice(values.items(), MAX_METRICS)}
+
+
+def show_metric(value: Metric, digits: int = 6) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}g}"

@@ -212,13 +212,11 @@ class Addition:
 
     def __init__(self, parts: Parts, *, merges: int, weight: float, fetch: Fetch | None = None) -> None:
         self.above = [tensors for _, tensors in parts[: len(parts) - merges]]
-        """The sums that stay as they are."""
         self.merged = [tensors for _, tensors in parts[len(parts) - merges :]]
         """Those that it makes one with, from left to right."""
         self.weight = weight
         self._fetch = fetch
         self.sums: dict[int, Tensor] = {}
-        """What came of the places that were given."""
 
     def takes(self, place: int) -> bool:
         return True

@@ -7,10 +7,10 @@ everything up itself. The own rows are only read, so that they are whole if the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ class Bucket:
 
     dtype: torch.dtype
     places: tuple[int, ...]
-    """Which tensors, in their order within the bucket."""
     offsets: tuple[int, ...]
-    """Where each of them begins in a row."""
     total: int
     """Of a row, without padding."""
     piece: int
@@ -176,46 +174,38 @@ class ReductionPlan:
     results: Sequence[Tensor]
     """Likewise, with the device that its sum comes to."""
     buckets: Sequence[Bucket]
-    """In the order in which they set out."""
     ways: Sequence[Way]
-    """Which way each of them takes."""
     needed_by: Sequence[Sequence[int]] | None
     """For each place the ranks that need its sum; without it all do."""
 
 
-class BucketExchange(Protocol):
+class BucketExchange(ABC):
     """The exchange of one bucket, as its worker sees it."""
 
     flat: Tensor
     """The own rows, where they set out from."""
 
-    def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        """Where the ``at``-th tensor of the bucket is to be written: (its first element, stretch of ``flat``)."""
-
-    def set_out(self) -> Pending:
-        """Send the own rows, and receive what is to be added up here."""
-
-    def add_and_return(self) -> Pending:
-        """All is here: add it up, and send it on to whoever needs it."""
-
-    def sums(self) -> list[tuple[int, Tensor]]:
-        """All is back: the sums that this worker needs, by place, views of a buffer."""
-
-
-def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
-    if plan.ways[index] is Way.WHOLE:
-        return WholeExchange(plan, index, buffers, name)
-    if plan.needed_by is not None:
-        return DeliveredExchange(plan, index, buffers, name, plan.needed_by)
-    return SlicedExchange(plan, index, buffers, name)
-
-
-class _Exchange:
     def __init__(self, plan: ReductionPlan, index: int) -> None:
         self._plan, self._bucket = plan, plan.buckets[index]
         self._collectives = plan.collectives
         self._peers = [peer for peer in range(plan.collectives.size) if peer != plan.collectives.rank]
         self._rows = len(plan.keys[plan.collectives.rank])
+
+    @abstractmethod
+    def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
+        """Where the ``at``-th tensor of the bucket is to be written: (its first element, stretch of ``flat``)."""
+
+    @abstractmethod
+    def set_out(self) -> Pending:
+        """Send the own rows, and receive what is to be added up here."""
+
+    @abstractmethod
+    def add_and_return(self) -> Pending:
+        """All is here: add it up, and send it on to whoever needs it."""
+
+    @abstractmethod
+    def sums(self) -> list[tuple[int, Tensor]]:
+        """All is back: the sums that this worker needs, by place, views of a buffer."""
 
     def _numel(self, at: int) -> int:
         return self._plan.templates[self._bucket.places[at]].numel()
@@ -233,7 +223,7 @@ class _Exchange:
         ]
 
 
-class WholeExchange(_Exchange):
+class WholeExchange(BucketExchange):
     """All rows of all workers, to all."""
 
     def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> None:
@@ -267,7 +257,7 @@ class WholeExchange(_Exchange):
         return self._sums_of_all(self._total)
 
 
-class SlicedExchange(_Exchange):
+class SlicedExchange(BucketExchange):
     """A slice of all rows to each worker, and the sums of the slices back to all."""
 
     def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> None:
@@ -352,6 +342,14 @@ class DeliveredExchange(SlicedExchange):
 
     def sums(self) -> list[tuple[int, Tensor]]:
         return self._unflatten(self._delivered, [place for place in self._bucket.places if self._is_needed(place)])
+
+
+def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
+    if plan.ways[index] is Way.WHOLE:
+        return WholeExchange(plan, index, buffers, name)
+    if plan.needed_by is not None:
+        return DeliveredExchange(plan, index, buffers, name, plan.needed_by)
+    return SlicedExchange(plan, index, buffers, name)
 
 
 def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:

@@ -79,13 +79,12 @@ class Overlap:
         self._hot = False
         self._watched = self._all_steady = False
         """Of the present attempt, up to the last virtual node that has run."""
-        self._steady = True
+        self.steady = True
         """Of that virtual node: whether its gradients stayed as they were left, if they were watched."""
-        self._early: Early | None = None
+        self.early: Early | None = None
         self._addition: Addition | None = None
         self._deferred = False
         self.running = False
-        """Whether a virtual node runs of which it knows."""
         self._hands_over = False
         """Whether the handover has to do with the gradients of the virtual node that runs."""
 
@@ -101,7 +100,7 @@ class Overlap:
         if self.one_by_one:
             self._handover.hook()
         self._hot = self._learned and not resumes
-        self._watched, self._steady, self._all_steady = False, True, True
+        self._watched, self.steady, self._all_steady = False, True, True
 
     def abandon(self) -> None:
         """The attempt is aborted, or the next one begins."""
@@ -110,9 +109,9 @@ class Overlap:
             self._hands_over = False
             self._handover.end()
         self._addition = None
-        if self._early is not None:
-            self._early.pipeline.abandon()
-            self._early = None
+        if self.early is not None:
+            self.early.pipeline.abandon()
+            self.early = None
             self._reducer.forget()  # what is under way may still write to its buffers
 
     def watch(
@@ -160,7 +159,7 @@ class Overlap:
             plain: whether they are to be seen in ``.grad``.
         """
         if self._expected:
-            self._early = self._reducer.begin(
+            self.early = self._reducer.begin(
                 collectives,
                 holdings,
                 accumulator,
@@ -171,7 +170,7 @@ class Overlap:
                 places=self._expected,
                 scale=scale,
             )
-        if self._early is None:
+        if self.early is None:
             # Others need to know of gradients that could set out early in a step to come.
             told = self.one_by_one and self._reducer.overlaps(collectives, holdings, self._parameters)
             self.watch(accumulator, last, count=count, weight=weight, plain=plain, told=told)
@@ -179,7 +178,7 @@ class Overlap:
         self.running, self._deferred = True, scale is None
         if self.one_by_one:
             # Until it is known that the script looks at none, it gets to see all.
-            self._handover.begin(self._early, plain=plain or not self._hot)
+            self._handover.begin(self.early, plain=plain or not self._hot)
             self._watched = self._hands_over = True
 
     def weigh(self, weight: float) -> None:
@@ -190,18 +189,18 @@ class Overlap:
         """
         if not self.running:
             return
-        if self.begun or (self._early is not None and not self._deferred):
+        if self.begun or (self.early is not None and not self._deferred):
             self._handover.unsettle()
             self._hands_over = True
-        elif self._early is not None:
-            self._early.weigh(weight)
+        elif self.early is not None:
+            self.early.weigh(weight)
         elif self._addition is not None:
             self._addition.weight = weight
 
     @property
     def torn(self) -> bool:
         """Whether some places of a sum may be ahead of others."""
-        return self.running and (self._early is not None or (self._addition is not None and bool(self._addition.sums)))
+        return self.running and (self.early is not None or (self._addition is not None and bool(self._addition.sums)))
 
     def settle(self) -> Settled:
         """The virtual node has run: what has come of its gradients.
@@ -209,10 +208,10 @@ class Overlap:
         Raises:
             AttemptSpoiled: this worker is to repeat its attempt.
         """
-        addition, early, self._addition, self.running = self._addition, self._early, None, False
+        addition, early, self._addition, self.running = self._addition, self.early, None, False
         found = self._handover.end() if self._hands_over else UNWATCHED
         self._hands_over = False
-        self._steady, self._all_steady = found.steady, self._all_steady and found.steady
+        self.steady, self._all_steady = found.steady, self._all_steady and found.steady
         if not found.steady and (addition is not None or early is not None):
             self._surprised, self._hot, self._learned = True, False, False
         if addition is not None:
@@ -231,28 +230,19 @@ class Overlap:
         """Whether autograd has handed over any gradient of the virtual node that runs."""
         return self._hands_over and self._handover.begun
 
-    @property
-    def steady(self) -> bool:
-        """Whether the last gradients stayed as autograd left them: before others, it may be right to send them."""
-        return self._steady
-
     # --- the reduction ------------------------------------------------------------------------------------------------
 
     @property
     def under_way(self) -> bool:
-        return self._early is not None
-
-    @property
-    def early(self) -> Early | None:
-        return self._early
+        return self.early is not None
 
     @property
     def places(self) -> frozenset[int]:
-        return frozenset() if self._early is None else self._early.places
+        return frozenset() if self.early is None else self.early.places
 
     def headers(self, block: Tensor) -> Tensor:
-        assert self._early is not None
-        return self._early.pipeline.exchange_headers(block)
+        assert self.early is not None
+        return self.early.pipeline.exchange_headers(block)
 
     def results(self, scale: float, steady: bool) -> Iterator[tuple[dict[int, Tensor], bool]]:
         """Wait for what is under way: sums by place, bucket by bucket, and whether the others are there, too.
@@ -263,23 +253,23 @@ class Overlap:
         Raises:
             AttemptSpoiled: they did not.
         """
-        early = self._early
+        early = self.early
         if early is None:
             return
         for found in early.results():
             if steady:
                 multiply(found.values(), scale if self._deferred else 1.0)
                 yield found, early.pipeline.complete
-        self._early = None
+        self.early = None
         if not steady:
             raise AttemptSpoiled
 
     def await_all(self) -> None:
         """Wait for what is under way, and forget what it brings: nothing of it is used."""
-        if self._early is not None:
-            for _ in self._early.results():
+        if self.early is not None:
+            for _ in self.early.results():
                 pass
-            self._early = None
+            self.early = None
 
     def learn(self, number: int, reduced: Iterable[int], steady: bool) -> None:
         """A synchronization has shown how the next one may begin; all workers come to the same for what all do.

@@ -41,7 +41,6 @@ class Pipeline:
         self.on_host = [all(templates[place].device.type == "cpu" for place in bucket.places) for bucket in buckets]
         """Whether a bucket's tensors are on the CPU, so that they may be written one by one."""
         self.rows = len(plan.keys[collectives.rank])
-        """How many sums this worker contributes."""
         self._exchanges = [open_exchange(plan, index, buffers, name) for index in range(len(buckets))]
         self._submitted: SimpleQueue[int | None] = SimpleQueue()
         self._header: Tensor | None = None

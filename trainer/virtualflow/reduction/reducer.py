@@ -88,16 +88,13 @@ class Reducer:
         self._choose = choose
         self._landing = landing
         self.wish = settings.exchange
-        """How this worker wants tensors to travel."""
         self.wish_number = self.wish.to_number()
-        """The same as it is told."""
-        self._terms = Terms(settings.exchange, settings.network)
+        self.terms = Terms(settings.exchange, settings.network)
         self._buffers = Buffers()
         self._owners: Owners | None = None
         self._exchanger: Exchanger | None = None
         self._holdings: tuple[Sequence[Sequence[int]], Keys] = (), []
         self._schedules: dict[tuple[object, ...], list[Scheduled]] = {}
-        """What was chosen in this generation."""
         self._begun: list[Scheduled] = []
         self.schedule: list[Scheduled] = []
         """How the buckets of the last complete reduction have travelled."""
@@ -115,10 +112,6 @@ class Reducer:
         self._owners = owners
         self._schedules.clear()
 
-    @property
-    def terms(self) -> Terms:
-        return self._terms
-
     def agree(
         self,
         collectives: Collectives,
@@ -134,15 +127,15 @@ class Reducer:
             spare: whether a thread that exchanges takes nothing from those that compute here.
         """
         self.forget()
-        known = self._terms.network if self._terms.measured else None
-        self._terms = Terms(wish, self._settings.network)
+        known = self.terms.network if self.terms.measured else None
+        self.terms = Terms(wish, self._settings.network)
         if collectives.size == 1:
             return
         rows = sum(len(nodes) for nodes in self._keys(holdings))
         size = rows * sum(template.numel() * template.itemsize for template in templates)
         if size >= self._settings.probe.worthwhile:
             network = agree_on_network(collectives, self._settings.probe, known, spare=spare)
-            self._terms = Terms(wish, network, measured=True)
+            self.terms = Terms(wish, network, measured=True)
 
     def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
         if self._owners is None:
@@ -286,7 +279,7 @@ class Reducer:
         key = (tuple(places), sizes, rows, final)
         found = self._schedules.get(key)
         if found is None:
-            settings, limit = self._settings, self._terms.exchange.bucket_bytes or self._settings.bucket
+            settings, limit = self._settings, self.terms.exchange.bucket_bytes or self._settings.bucket
             buckets = plan_buckets(templates, places, len(rows), alignment=settings.alignment, limit=limit)
             needed_by = self._needed_by(templates, len(rows))
             shapes = [
@@ -297,7 +290,7 @@ class Reducer:
                 )
                 for bucket in buckets
             ]
-            choices = self._choose(shapes, final, self._terms, settings)
+            choices = self._choose(shapes, final, self.terms, settings)
             found = self._schedules[key] = list(map(Scheduled, buckets, shapes, choices))
         return found
 

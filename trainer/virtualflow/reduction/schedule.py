@@ -43,7 +43,6 @@ class Shape:
     size: int
     """Bytes of one sum of the whole bucket."""
     rows: tuple[int, ...]
-    """How many sums each worker contributes."""
     delivered: int | None = None
     """Bytes of the sums that come to whoever needs most, where they come to their owners only; ``None``: all to all."""
 
@@ -54,7 +53,6 @@ class Choice:
 
     way: Way
     seconds: float
-    """That it is predicted to take."""
     reason: str
     predicted: tuple[tuple[str, float], ...] = ()
     """For each way that was weighed: the seconds."""

@@ -9,13 +9,7 @@ from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy, p
 from virtualflow.state.codec import snapshot
 from virtualflow.state.digests import content_hash, signature, transient_buffers
 from virtualflow.state.memory_copies import MemoryCopies
-from virtualflow.state.several import (
-    Optimizers,
-    join_optimizers,
-    join_schedulers,
-    optimizers_of,
-    schedulers_of,
-)
+from virtualflow.state.several import Optimizers, join_optimizers, join_schedulers, optimizers_of, schedulers_of
 from virtualflow.state.striping import Path, Piece, share_out, size_of, split
 from virtualflow.state.transfer import Moving, Reserve, elder, make_room, move_state, pack_state, tell_room
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state

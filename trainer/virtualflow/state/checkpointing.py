@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -13,17 +14,9 @@ from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, MAX_TEXT, STOP_GRACE
 from virtualflow.state.checkpoint_format import FoundCheckpoint, JobIdentity, adopt, find_newest, load, skipped
-from virtualflow.state.checkpoint_order import (
-    NO_CHECKPOINT,
-    Mark,
-    VolumeFailure,
-    complete,
-    highest_fence,
-    volume_error,
-)
+from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark, VolumeFailure, complete, highest_fence, volume_error
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 from virtualflow.state.memory_copies import MemoryCopies
-from virtualflow.state.settings import VolumeSettings
 
 T = TypeVar("T")
 
@@ -74,6 +67,18 @@ class Checkpointable(Protocol):
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Put a captured state back."""
+
+
+@dataclass(frozen=True)
+class VolumeSettings:
+    """How long a volume is waited for that fails just now, by who begins from a checkpoint or sets one aside."""
+
+    patience: float = 60.0
+    """Well below ``TransferSettings.message_timeout``: the other workers of the first generation wait, too."""
+    retry_first: float = 0.1
+    """The first wait between two tries; it doubles."""
+    retry_most: float = 2.0
+    """The longest such wait."""
 
 
 class Checkpointer:

@@ -12,8 +12,9 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,27 +26,27 @@ from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec
 from virtualflow.state.checkpoint_format import FORMAT, JobIdentity, Manifest, seal, tell_other_versions, unseal
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
-from virtualflow.state.settings import MemoryCopySettings
+from virtualflow.transport import CopyClient
 
 logger = logging.getLogger("virtualflow.worker")
 
 _NAME = "the copy of step {} in the coordinator's memory"
 
 
-class CopyPlace(Protocol):
-    """Where copies are kept. Its methods raise OSError when it cannot be reached."""
+@dataclass(frozen=True)
+class MemoryCopySettings:
+    """How often the only worker of a job copies the state to the coordinator's memory."""
 
-    def put(self, header: CopyHeader, parts: Sequence[memoryview]) -> None:
-        """Bring one; VirtualFlowError if it is not taken."""
-
-    def head(self) -> CopyHeader | None:
-        """What the newest one is."""
-
-    def get(self) -> tuple[CopyHeader, bytearray] | None:
-        """The newest one."""
-
-    def close(self) -> None:
-        """End what goes on."""
+    share: float = 0.05
+    """The time that a copy takes from the training is at most this share of the time between two of them."""
+    interval: float = 0.05
+    """They begin at least this far apart."""
+    retry_first: float = 0.5
+    """The first wait after one that did not get there; it doubles."""
+    retry_most: float = 30.0
+    """The longest such wait."""
+    attempts: int = 3
+    """How often a worker that begins asks for the newest copy before an older checkpoint counts."""
 
 
 class MemoryCopies:
@@ -57,7 +58,7 @@ class MemoryCopies:
 
     def __init__(
         self,
-        place: CopyPlace,
+        place: CopyClient,
         limit: Callable[[], int],
         incarnation: str,
         identity: JobIdentity,

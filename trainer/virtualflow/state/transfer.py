@@ -21,7 +21,6 @@ from torch import Tensor
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_KEY
 from virtualflow.state import codec
-from virtualflow.state.settings import TransferSettings
 from virtualflow.state.striping import (
     Path,
     Piece,
@@ -39,6 +38,24 @@ from virtualflow.transport import Link, Message
 
 _NOTICE = struct.Struct("<2q")
 """Of a donor: hash of its layout, bytes of its block; zeros of others."""
+
+
+@dataclass(frozen=True)
+class TransferSettings:
+    """A state on its way to those who lack it."""
+
+    stripe: int = 1 << 16
+    """A tensor of a state with at least so many bytes travels by itself, striped over all donors; smaller ones go in
+    one block, since each message has a cost of its own."""
+    piece: int = 32 << 20
+    """The most bytes of a state in one message."""
+    message_timeout: float = 120.0
+    """The last resort for one such message, counted from the one before it."""
+    staged: int = 4
+    """Pieces of a state that pass through host memory at a time where its tensors are on an accelerator."""
+    reserve_wait: float = 2.5
+    """How long a joiner holds its next generation back to make memory for the state that will come. Well below
+    ``CommunicatorSettings.connect_timeout``: the others are waiting for its connections, though training."""
 
 
 class Moving(Protocol):

@@ -7,7 +7,7 @@ from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffers import BufferKind, choose_sums
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
-from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
+from virtualflow.step.header import Kind, Schema, read_headers
 from virtualflow.step.lost_state import find_lost_state
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
@@ -46,7 +46,6 @@ __all__ = [
     "Schema",
     "Shards",
     "SpotChecker",
-    "StepHeader",
     "StepPart",
     "Told",
     "Update",

@@ -42,11 +42,7 @@ class BackwardCut(StepPart):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[tuple[str, nn.Module]],
-        backward: PartialBackward,
-        virtual_nodes: int,
+        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], backward: PartialBackward, virtual_nodes: int
     ) -> None:
         blocks = [(name, block) for name, block in blocks if next(block.parameters(), None) is not None]
         if len(blocks) < 2:
@@ -55,7 +51,6 @@ class BackwardCut(StepPart):
                 'name others with blocks=["first", "second"], or leave out backward='
             )
         self.names = [name for name, _ in blocks]
-        """Of the blocks that have parameters."""
         self._backward, self._virtual_nodes = backward, virtual_nodes
         levels = _Levels(model, [block for _, block in blocks])
         self._named = [name for name, _ in model.named_parameters()]

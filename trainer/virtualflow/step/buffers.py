@@ -122,9 +122,7 @@ class BufferTracker:
                 seen[id(tensor)] = name
                 self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
         self._sums = {name: self._buffers[name] for name in sums}
-        """Those whose changes are added up."""
         self.sums: Sequence[str] = tuple(self._sums)
-        """Their names."""
 
     def begin(self) -> None:
         """Take the present values as those that every virtual node of the coming step starts from."""

@@ -47,7 +47,6 @@ class Contributions:
         self._given = [False] * parameters
         """Which parameters a virtual node had a gradient for."""
         self._records: dict[int, NodeRecord] = {}
-        """Each under its first virtual node."""
 
     @property
     def nodes(self) -> tuple[int, ...]:

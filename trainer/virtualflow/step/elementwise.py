@@ -83,10 +83,7 @@ def try_slices(optimizer: torch.optim.Optimizer, block: int, device: torch.devic
 
 
 def grains_of(
-    parameters: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    block: int,
-    device: torch.device | None = None,
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, block: int, device: torch.device | None = None
 ) -> list[Mapping[str, int]]:
     """For each parameter the ``Verdict.grains`` of whoever steps it; ``optimizer`` may be several."""
     found = {

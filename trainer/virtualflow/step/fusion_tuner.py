@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from virtualflow.data import chunks
 from virtualflow.device import Usage
-from virtualflow.step.settings import FusionSettings
 
 
 def widths(nodes: int, cap: int | None) -> list[int]:
@@ -30,6 +30,23 @@ def widths(nodes: int, cap: int | None) -> list[int]:
         tried.add(width)
         width *= 2
     return sorted({len(chunks(range(nodes), width)[0]) for width in tried if width})
+
+
+@dataclass(frozen=True)
+class FusionSettings:
+    """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
+
+    warm_up: int = 1
+    """Attempts with a new size whose time does not count: kernels are chosen and memory is taken in them. On a CPU
+    memory is measured in the first one."""
+    attempts: int = 3
+    """Attempts whose median time counts: one bad one does not."""
+    rounds: int = 3
+    """How often every size is measured; its best time counts, since a machine's other work only makes it slower."""
+    tolerance: float = 0.03
+    """A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
+    hopeless: float = 0.25
+    """Beyond a size that is slower than the fastest by more than this share, larger ones are not tried."""
 
 
 class Tuner:

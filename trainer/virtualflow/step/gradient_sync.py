@@ -53,7 +53,6 @@ class Reduced:
     metrics: dict[str, float]
     gradients: Tensors
     present: tuple[bool, ...]
-    """Which parameters have a gradient, here or elsewhere."""
     buffers: dict[str, Tensor]
     switched: frozenset[int]
     """The parameters, by place, that the first virtual node has frozen or unfrozen: what holds after the step."""
@@ -92,12 +91,12 @@ class GradientSync:
         """How far each backward pass goes; ``None``: all are whole."""
         self._named = list(model.named_parameters())
         self.switches = Switches(self._named)
-        """Which parameters are trained."""
         self._parameters = list(model.parameters())
         self._buffers = BufferTracker(model, sums)
+        self.sums = self._buffers.sums
         self._summation = summation
         self._settings = settings
-        self._micro_batch = self._unit = micro_batch
+        self._micro_batch = self.unit = micro_batch
         """The unit: samples of a contribution whose weight is 1; the same on all workers."""
         size = sum(parameter.nbytes for parameter in self._parameters)
         self.offload = plan_offload(device_of(model), size, settings)
@@ -105,7 +104,6 @@ class GradientSync:
         self._order: Sequence[int] = ()
         """The virtual nodes that the present attempt computes, one after the other."""
         self._taken = 0
-        """How many of them have been."""
         self._reducer, self._overlap = reducer, Overlap(self._parameters, reducer, settings)
         self._late = False
         self.forget_contributions()
@@ -140,7 +138,7 @@ class GradientSync:
             self.forget_contributions()
         self._order, self._taken = computes, 0
         self._late = False
-        self._unit = self._summation.unit(self._micro_batch, most)
+        self.unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
 
@@ -155,7 +153,7 @@ class GradientSync:
         if not self._overlap.one_by_one:
             return
         node = self._order[self._taken]
-        plain, weight = self._is_checked(node), samples / self._unit
+        plain, weight = self._is_checked(node), samples / self.unit
         self._overlap.watch(self._contributions.accumulator, node, count=virtual_nodes, weight=weight, plain=plain)
 
     def expect_last(
@@ -172,14 +170,14 @@ class GradientSync:
             of_step: those of the whole global batch, ``None`` where only the headers will tell.
         """
         node = self._order[self._taken]
-        self._promised = None if of_step is None or self._open else self._unit / of_step
+        self._promised = None if of_step is None or self._open else self.unit / of_step
         self._overlap.watch_last(
             collectives,
             holdings,
             self._contributions.accumulator,
             last=node,
             count=virtual_nodes,
-            weight=samples / self._unit,
+            weight=samples / self.unit,
             scale=self._promised,
             plain=self._is_checked(node),
         )
@@ -192,7 +190,7 @@ class GradientSync:
                 f"parameter {narrow} is of torch.float16, in which a gradient that counts by tokens overflows; keep "
                 "parameters in float32 (with autocast and a scaler) or in bfloat16"
             )
-        self._overlap.weigh(weight / self._unit)
+        self._overlap.weigh(weight / self.unit)
 
     def _is_checked(self, node: int) -> bool:
         check = None if self._spot_checker is None else self._spot_checker.check
@@ -210,11 +208,7 @@ class GradientSync:
         return self._overlap.begun
 
     def take(
-        self,
-        samples: int,
-        metrics: dict[str, float | Tensor],
-        virtual_nodes: int = 1,
-        weight: float | None = None,
+        self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1, weight: float | None = None
     ) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
 
@@ -233,22 +227,18 @@ class GradientSync:
         gradients, given = take_gradients(self._named, settled)
         if self.cut is not None:
             self.cut.check(given)
-        node, factor = self._order[self._taken], (samples if weight is None else weight) / self._unit
+        node, factor = self._order[self._taken], (samples if weight is None else weight) / self.unit
         self._contributions.add(node, record, gradients, given, factor, settled.added)
         if settled.sent:
             self._contributions.note_sent(self._overlap.early, self._overlap.steady)
         self._taken += virtual_nodes
 
     def collect(
-        self,
-        samples: int,
-        metrics: dict[str, float | Tensor],
-        virtual_nodes: int = 1,
-        weight: float | None = None,
+        self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1, weight: float | None = None
     ) -> NodeRecord:
         record = NodeRecord(samples, metrics, virtual_nodes=virtual_nodes, told=weight)
         if samples:
-            if self._buffers.sums:
+            if self.sums:
                 record.summed = self._buffers.collect_sums()
             record.averaged, record.copied = self._buffers.collect(self.schema)
         else:
@@ -257,17 +247,8 @@ class GradientSync:
 
     def take_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool]) -> None:
         """In place of :meth:`take`: all virtual nodes of the attempt at once; see ``Contributions.add_summed``."""
-        self._contributions.add_summed(records, parts, given, self._unit)
+        self._contributions.add_summed(records, parts, given, self.unit)
         self._taken = len(self._order)
-
-    @property
-    def sums(self) -> Sequence[str]:
-        return self._buffers.sums
-
-    @property
-    def unit(self) -> int:
-        """Samples of a contribution whose weight is 1, in the present attempt."""
-        return self._unit
 
     @property
     def finished(self) -> Sequence[int]:
@@ -328,7 +309,7 @@ class GradientSync:
         self._open = self._open or number < self._open_until
         present = [any(there) for there in zip(*(header.present for header in headers), strict=True)]
         count = len(self._parameters)
-        scale = self._unit / math.fsum(weights)
+        scale = self.unit / math.fsum(weights)
         steady = all(header.steady for header in headers)
         if not repairs:  # in which some may have computed nothing that would tell
             self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
@@ -345,7 +326,7 @@ class GradientSync:
         reduced = self._reducer.reduce(
             communicator,
             holdings,
-            self._contributions.parts(self.schema, self._unit),
+            self._contributions.parts(self.schema, self.unit),
             templates=[*self._parameters, *sums],
             present=[there and place not in begun for place, there in enumerate(present)],
             scale=scale,
@@ -357,7 +338,7 @@ class GradientSync:
         if form.copied_bytes:
             buffers |= self._buffers.read_copied(self.schema, first_header(headers, holdings).copied)
         order = holdings if self._summation.movable else None
-        if self._buffers.sums:
+        if self.sums:
             changes = add_up_changes(self._buffers.sum_templates, self._summation, headers, order)
             buffers |= self._buffers.added(changes)
         metrics = combine_metrics(self.schema, self._summation, headers, order)
@@ -375,12 +356,7 @@ class GradientSync:
         return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers, switched, copied, averaged)
 
     def _await_early(
-        self,
-        scale: float,
-        steady: bool,
-        present: Sequence[bool],
-        portion: Portion | None,
-        factors: Mapping[int, float],
+        self, scale: float, steady: bool, present: Sequence[bool], portion: Portion | None, factors: Mapping[int, float]
     ) -> dict[int, Tensor]:
         """Wait for the gradients that are under way; what is there before the others is a portion."""
         arrived: dict[int, Tensor] = {}
@@ -407,7 +383,7 @@ class GradientSync:
             form = self.header_format(holdings)
             mine = self._contributions.wanted_schema()
             records = self._contributions.complete_records(self.schema)
-            names, sums = self._buffers.sums, self._buffers.sum_templates
+            names, sums = self.sums, self._buffers.sum_templates
             said: dict[str, int] = {}
             for part in self._telling:
                 said |= part.header()

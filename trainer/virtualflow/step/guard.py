@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,6 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.state import optimizers_of
 from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.partial_step import HARMLESS
-from virtualflow.step.settings import GuardSettings
 from virtualflow.step.state_watch import settings_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,6 +29,20 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BETWEEN_NODES = "it has changed between the micro-batches of a step, so the result would depend on who computes which"
 
 Place = Literal["library", "inner loop", "between steps"]
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """How often the contents of parameters are compared, to find code that changes them inside of a step.
+
+    What torch counts (``tensor._version``) is looked at behind the last virtual node of every attempt, and behind each
+    one where contents are compared. Code can get round that, by ``parameter.data``.
+    """
+
+    first: int = 3
+    """Attempts at the beginning whose contents are compared."""
+    every: int = 100
+    """Later, those of one attempt in as many are."""
 
 
 class Guard(StepPart):

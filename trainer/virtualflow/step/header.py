@@ -331,10 +331,7 @@ def read_weights(headers: Sequence[StepHeader]) -> list[float]:
 
 
 def combine_metrics(
-    schema: Schema,
-    summation: Summation,
-    headers: Sequence[StepHeader],
-    holdings: Sequence[Sequence[int]] | None = None,
+    schema: Schema, summation: Summation, headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]] | None = None
 ) -> dict[str, float]:
     """Means over all virtual nodes, each record by its weight, summed as gradients are.
 

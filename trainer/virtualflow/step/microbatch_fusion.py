@@ -21,9 +21,8 @@ from virtualflow.device import MemoryGauge, device_of
 from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.wording import counted
-from virtualflow.step.fusion_tuner import Tuner
+from virtualflow.step.fusion_tuner import FusionSettings, Tuner
 from virtualflow.step.part import Attempt, StepPart
-from virtualflow.step.settings import FusionSettings
 
 logger = logging.getLogger("virtualflow.worker")
 

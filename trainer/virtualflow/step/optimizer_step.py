@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from virtualflow.reduction import HostMemory, Tensors, block_norms, clip_by_norm, total_norm
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import optimizers_of
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step.gradient_sync import Portion
 from virtualflow.step.partial_step import StepInPortions, is_separable
 from virtualflow.step.placement import DevicePlacement, HostPlacement, OptimizerPlacement
@@ -58,7 +58,6 @@ class OptimizerStep:
                 options.optimizer, options.host, portion=reduction.bucket, norm_block=reduction.norm_block
             )
         self.shards: Shards | None = None
-        """This worker's share of a sharded optimizer."""
         if options.sharded:
             self.shards = Shards(
                 self._parameters,

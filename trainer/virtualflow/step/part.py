@@ -37,7 +37,6 @@ class Attempt:
     number: int
     """Of the step; 0: a joiner warms up."""
     computes: Sequence[int] = ()
-    """The virtual nodes that this worker computes."""
     holdings: Sequence[Sequence[int]] = ()
     """Those that each member contributes, in the order of their ranks."""
     generation: m.Generation = m.NO_GENERATION
@@ -53,9 +52,7 @@ class Attempt:
     late: bool = False
     """Whether gradients are needed until all are there, so that no exchange may begin early."""
     batch: MicroBatch | None = None
-    """The micro-batch in hand."""
     told: Told = field(default_factory=Told)
-    """What the script has told of it."""
     whole: bool = True
     """Whether its backward pass goes through the whole model."""
 

@@ -16,7 +16,6 @@ from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import MAX_CLASSES, BackwardSpec, PassClass, class_of
 from virtualflow.protocol.wording import counted
-from virtualflow.step.settings import FORWARD_SHARE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +24,8 @@ Scale = Literal["mean", "sum"]
 
 WARM_UP = 0
 """In place of a step: what a joiner warms up with."""
+_FORWARD_SHARE = 1 / 3
+"""Of computing a virtual node, the forward pass: a backward pass multiplies twice as often."""
 
 
 @checked_class("vf.PartialBackward")
@@ -135,7 +136,7 @@ def blocks_reached(fraction: float, blocks: int) -> int:
 
 def cost_of(fraction: float) -> float:
     """The computing of a virtual node whose pass reaches that part of the blocks, as a share of a whole one's."""
-    return FORWARD_SHARE + (1 - FORWARD_SHARE) * fraction
+    return _FORWARD_SHARE + (1 - _FORWARD_SHARE) * fraction
 
 
 def agreed(said: PartialBackward | None, told: BackwardSpec | None) -> PartialBackward | None:

@@ -34,7 +34,7 @@ from virtualflow.reduction import (
 )
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Moving, codec
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step.elementwise import cut_unit, grains_of
 from virtualflow.step.placement import OptimizerPlacement
 from virtualflow.step.share_states import ShareStates, flat
@@ -90,7 +90,6 @@ class Shards:
         self._transfer = transfer
         self._placement = placement
         self.row = row_of(parameters, optimizer, reduction.norm_block)
-        """Where each parameter stands."""
         self._kept = ShareStates(
             optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block, placement.device)
         )
@@ -116,7 +115,6 @@ class Shards:
         """A generation begins, and this worker has the state of its share in it."""
         self.shares, self._rank = share_row(self.row, size), rank
         self.mine = self.shares.kept(rank)
-        """What this worker keeps."""
         self._my_pieces = self.row.pieces(self.mine)
         self._first_pieces = [self.row.pieces(self.shares.first(member)) for member in range(size)]
 

@@ -30,7 +30,6 @@ class Doubted(VirtualFlowError):
         super().__init__(f"virtual node {check.virtual_node} came to different gradients in step {check.step}")
         self.check = check
         self.first = {rank: values[rank] for rank in check.pair}
-        """The two hashes, by rank."""
 
 
 class SpotChecker(StepPart):
@@ -43,7 +42,6 @@ class SpotChecker(StepPart):
     def __init__(self, model: nn.Module, *, seed: int, virtual_nodes: int, sample: float) -> None:
         self.sample = sample
         self.check: SpotCheck | None = None
-        """That of the present attempt."""
         self._parameters = list(model.parameters())
         self._seed, self._virtual_nodes = seed, virtual_nodes
         self._condensed: list[Tensor | None] | None = None

@@ -30,7 +30,6 @@ from virtualflow.errors import VirtualFlowError
 from virtualflow.state import Piece, share_out
 from virtualflow.step.header import StepHeader
 from virtualflow.step.part import Attempt, StepPart
-from virtualflow.step.settings import StateWatchSettings
 from virtualflow.transport import Collectives, gather_bytes
 
 _ROW = 4_096
@@ -40,6 +39,16 @@ _UNDIVIDED = 1 << 62
 SETTINGS = "the optimizer's settings"
 """Stands in a divergence for the learning rate and the other numbers of its groups."""
 _PLAIN = frozenset({float, int, bool, str, tuple})
+
+
+@dataclass(frozen=True)
+class StateWatchSettings:
+    """How often workers compare their states."""
+
+    sweep: int = 64
+    """Every byte of the state is compared once in so many steps, in so many parts at most."""
+    part: int = 1 << 18
+    """No part has fewer bytes of parameters and buffers: what each tensor costs would outweigh its bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,6 @@ class KeptPart(NamedTuple):
     keepers: tuple[int, ...]
     """The ranks of all that keep it."""
     rank: int
-    """This worker's."""
     raw: Tensor
     """Its bytes, uint8 ``[n]``."""
 

@@ -14,14 +14,13 @@ from virtualflow.device import device_of, has_spare_processor
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, choose_ways
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
-from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.spot_checker import SpotChecker
-from virtualflow.step.state_watch import StateWatch
+from virtualflow.step.state_watch import StateWatch, StateWatchSettings
 from virtualflow.transport import Collectives
 
 
@@ -50,12 +49,10 @@ class Update:
     ) -> None:
         landing = None if options.host is None else Landing(options.host, len(list(model.parameters())))
         self.reducer = Reducer(summation, reduction, choose, landing)
-        """Knows how gradients travel."""
         self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer, sums)
         """Takes what each virtual node has left in the model."""
         self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
         self.watch: StateWatch | None = None
-        """Compares the workers' states."""
         if watch is not None:
             self.watch = StateWatch(model, options.optimizer, shares=self.optimizer_step.shards, settings=watch)
         self.spot_checker = spot_checker
@@ -63,7 +60,6 @@ class Update:
         self.cut = self.sync.cut = cut
         self.sync.listen(self.watch, spot_checker)
         self.shards = self.optimizer_step.shards
-        """This worker's share of a sharded optimizer."""
         self.contributed = False
         """Whether this worker has taken part in a synchronization, so that it is no joiner any more."""
         self.pending: Reduced | None = None
@@ -74,12 +70,7 @@ class Update:
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
     def begin(
-        self,
-        computes: Sequence[int],
-        most: int = 1,
-        *,
-        resumes: bool = False,
-        planned: int | None = None,
+        self, computes: Sequence[int], most: int = 1, *, resumes: bool = False, planned: int | None = None
     ) -> None:
         self.sync.begin(computes, most, resumes=resumes, planned=planned)
         self.optimizer_step.begin()

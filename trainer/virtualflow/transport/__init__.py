@@ -5,12 +5,11 @@ connections between workers behind it, and the one to the coordinator. It knows 
 from virtualflow.transport.activity import Activity
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
-from virtualflow.transport.interface import ALONE, DONE, Collectives, Message, Pending, as_bytes, gather_bytes
+from virtualflow.transport.interface import DONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link
 from virtualflow.transport.turns import Turns
 
 __all__ = [
-    "ALONE",
     "DONE",
     "Activity",
     "Collectives",

@@ -22,7 +22,6 @@ class Activity:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.first = True
-        """No step is complete in this process yet."""
         self.slowest = 0.0
         """Seconds of the slowest of the latest steps."""
         self.waiting = _Waiting(self)

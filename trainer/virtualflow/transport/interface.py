@@ -75,41 +75,6 @@ DONE: Pending = _Done()
 """A collective that was complete at once."""
 
 
-class Alone:
-    """A group of one member."""
-
-    rank = 0
-    size = 1
-
-    @property
-    def beside(self) -> Alone:
-        return self
-
-    def all_gather(self, block: Tensor) -> Tensor:
-        """``[n]`` to ``[1, n]``."""
-        return block.unsqueeze(0)
-
-    def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
-        out.copy_(block)
-        return DONE
-
-    def start_messages(self, messages: Sequence[Message]) -> Pending:
-        assert not messages
-        return DONE
-
-    def flush(self) -> None:
-        """Nothing leaves."""
-
-    def settle(self, outcome: Future[T]) -> T:
-        return outcome.result()
-
-    def cut(self) -> None:
-        """Nothing is under way."""
-
-
-ALONE = Alone()
-
-
 def as_bytes(text: str) -> Tensor:
     """UTF-8 of ``text`` as uint8 ``[n]``."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

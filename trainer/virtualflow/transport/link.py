@@ -59,7 +59,6 @@ class Link:
         self.connected = False
         self.welcome: m.Welcome | None = None
         self.plan: m.Plan | None = None
-        """The newest plan that this worker was told."""
         self.hold: int | None = None
         self.drain: m.Drain | None = None
         self.drain_until = 0.0

@@ -42,13 +42,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        path: Path,
-        job: str,
-        device: str,
-        settings: TurnSettings,
-        activity: Activity,
-        tell: Callable[[str], None],
+        self, path: Path, job: str, device: str, settings: TurnSettings, activity: Activity, tell: Callable[[str], None]
     ) -> None:
         self._path, self._attach = path, Attach(job, device)
         self._settings, self._activity, self._tell = settings, activity, tell

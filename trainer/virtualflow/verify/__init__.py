@@ -6,7 +6,7 @@ sound (:mod:`causes`). What may enter: values and decisions about them, no torch
 tensors are, in ``worker``.
 """
 
-from virtualflow.verify.causes import AGAIN, REFERENCE, Cause, Trial, Variation, explain, guess_variation, plan_trials
+from virtualflow.verify.causes import AGAIN, REFERENCE, Cause, Trial, explain, guess_variation, plan_trials
 from virtualflow.verify.comparison import (
     Difference,
     Incomparable,
@@ -42,7 +42,6 @@ __all__ = [
     "Record",
     "Trace",
     "Trial",
-    "Variation",
     "describe",
     "describe_shortly",
     "encode",

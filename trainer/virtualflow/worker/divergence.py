@@ -84,7 +84,6 @@ def _listed(names: Sequence[str]) -> str:
 # audit.
 
 Present = Callable[[Attempt], Iterator[Any]]
-"""Gives the micro-batch in hand to the script."""
 
 
 class SpotChecking:

@@ -28,12 +28,7 @@ Compute = Callable[[MicroBatch], Any]
 
 @checked("vf.evaluate", LoaderOptions.__annotations__)
 def evaluate(
-    model: nn.Module,
-    dataset: Any,
-    fn: Callable[[Any], Rows],
-    *,
-    batch_size: int,
-    **loader: Unpack[LoaderOptions],
+    model: nn.Module, dataset: Any, fn: Callable[[Any], Rows], *, batch_size: int, **loader: Unpack[LoaderOptions]
 ) -> Rows:
     """Run ``fn`` over a map-style dataset and return its rows in dataset order, the same on every worker.
 

@@ -88,12 +88,7 @@ class LayeredAttempts:
                 return value
 
             try:
-                work.summed = self._layers.run(
-                    work.flights,
-                    loss,
-                    seed=begin,
-                    check=check,
-                )
+                work.summed = self._layers.run(work.flights, loss, seed=begin, check=check)
             except CommunicatorBroken as error:
                 work.broken = error  # which is not the script's
 

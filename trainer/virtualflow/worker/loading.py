@@ -143,20 +143,16 @@ class Loading(StepPart):
         self._portions: Sequence[range] = ()
         """What the source has been told of the portions to come."""
 
-    @property
-    def _over(self) -> bool:
-        return self._training.is_over
-
     def enter(self, assigned: range) -> None:
         """Other virtual nodes are assigned to this worker, or it begins again from where the others are."""
         self._peeked.clear()
         self._assigned = assigned
-        if not self._over:
+        if not self._training.is_over:
             self._width = 1 if self._fusion is None else self._fusion.width
             self._assign()
 
     def adjust(self, width: int) -> None:
-        if width != self._width and self._source.steps_per_epoch is not None and not self._over:
+        if width != self._width and self._source.steps_per_epoch is not None and not self._training.is_over:
             self._width = width
             self._assign()
 

@@ -78,9 +78,7 @@ class MemberState:
     has_state: bool = False
     done: bool = False
     step: int = 0
-    """Completed steps."""
     plan: m.Plan | None = None
-    """The generation that this worker is in."""
     floor: m.Generation = m.NO_GENERATION
     """The highest fencing number in the checkpoint directory when this worker began: others may be above it by now."""
     lineage: Lineage = field(default_factory=Lineage)
@@ -88,7 +86,6 @@ class MemberState:
     lease: HeldLease = field(default_factory=HeldLease)
     """Whether it may take for granted that it is a member still."""
     assigned: range = range(0)
-    """The virtual nodes of this worker."""
     ranges: tuple[range, ...] = ()
     """Those of all members, in the order of their ranks."""
     rank: int = 0

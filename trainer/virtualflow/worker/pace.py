@@ -26,7 +26,6 @@ class Estimate:
 
     median: float
     low: float
-    """The lower quartile."""
     high: float
     rest: float
     """Seconds of a step that were not its own computing: exchange, update, waiting for others."""

@@ -7,7 +7,6 @@ profile is written and the script is ended, before the code that follows a train
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import os
@@ -16,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
-from virtualflow.device import device_name, device_of
+from virtualflow.device import device_name, device_of, free_bytes
 from virtualflow.errors import ConfigurationError, Profiled, installed
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
@@ -386,19 +384,3 @@ def _allocations(events: Iterable[Any]) -> Iterator[Any]:
         if isinstance(fields, torch._C._profiler._ExtraFields_Allocation) and fields.device.type == "cpu":
             yield event
         yield from _allocations(event.children)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that this process could still take on ``device``; ``None`` where it cannot be told."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    limits: list[int] = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")  # a container sees its own group there
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(limits)) if limits else None

@@ -11,8 +11,8 @@ from virtualflow.data import CountWatch, MicroBatch
 from virtualflow.errors import DoesNotFit, NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.machine_faults import is_machine_fault
-from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_TEXT
+from virtualflow.protocol.wording import as_metrics
 from virtualflow.state import digests
 from virtualflow.step import Attempt, StepPart, Told
 from virtualflow.worker.pace import Estimate, PaceMeter, PaceReportPolicy

@@ -12,8 +12,12 @@ from virtualflow.data.dataloader import LoadingSettings
 from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import MemoryCopySettings, TransferSettings, VolumeSettings
-from virtualflow.step.settings import FusionSettings, GuardSettings, StateWatchSettings
+from virtualflow.state.checkpointing import VolumeSettings
+from virtualflow.state.memory_copies import MemoryCopySettings
+from virtualflow.state.transfer import TransferSettings
+from virtualflow.step.fusion_tuner import FusionSettings
+from virtualflow.step.guard import GuardSettings
+from virtualflow.step.state_watch import StateWatchSettings
 from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings, TurnSettings
 
 if TYPE_CHECKING:

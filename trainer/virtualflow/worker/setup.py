@@ -87,9 +87,7 @@ class Context:
     reporter: Reporter
     stopwatch: Stopwatch
     guard: Guard
-    """Watches the user's code."""
     parts: Parts
-    """Of a step."""
     fusion: MicrobatchFusion | None
     """``None``: virtual nodes run one by one."""
     turns: DeviceTurns | None
@@ -102,10 +100,6 @@ class Context:
     """``None``: virtual nodes go through the whole model one after the other."""
     profiling: Profiling | None
     """``None``: the script trains."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.training.is_over
 
 
 def open_session(request: Request, resources: ExitStack, incarnation: str) -> AnySession:

@@ -44,20 +44,16 @@ class StandaloneSession:
         return m.NO_GENERATION if self.state.plan is None else self.state.plan.generation
 
     @property
-    def stopping(self) -> bool:
+    def draining(self) -> bool:
         return self.state.drain_reason is not None
 
-    def start(self) -> None:
-        """There is nobody to connect to."""
+    stopping = draining
 
     def connect(self) -> bool:
         return False
 
     def holds_lease(self) -> bool:
         return True
-
-    def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
-        """There is nobody to tell."""
 
     def note(self, kind: Kind, text: str) -> None:
         logger.log(logging.INFO if kind == "checkpoint" else logging.WARNING, "%s", text)
@@ -68,15 +64,8 @@ class StandaloneSession:
     def await_hold(self, step: int) -> float:
         return 0.0
 
-    @property
-    def draining(self) -> bool:
-        return self.state.drain_reason is not None
-
     def request_drain(self, reason: str, seconds: float) -> None:
         self.state.drain_reason = reason
-
-    def be_ready(self) -> None:
-        """Nobody waits for it."""
 
     def offer(self, evaluating: bool) -> m.Generation:
         return m.NO_GENERATION
@@ -101,49 +90,18 @@ class StandaloneSession:
         if restored:
             logger.warning("resumed from the checkpoint of step %d", self.state.step)
 
-    def say_broken(
-        self, generation: m.Generation, detail: str, contested: m.Plan | None = None, convicted: str | None = None
-    ) -> None:
-        """There is nobody to tell."""
-
-    def keep_broken(self, generation: m.Generation, detail: str) -> None:
-        """Nor will there be."""
-
     def interruption(self, plan: m.Plan | None) -> str | None:
         return None
-
-    def check(self) -> None:
-        """All that goes on makes sense."""
 
     def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
         """End."""
         raise Drained(reason or self.state.drain_reason or "left")
 
-    def leave_alone(self) -> None:
-        """There is nobody to tell."""
+    def _nothing(self, *_: object, **__: object) -> None:
+        """There is nobody to tell, to wait for or to part from."""
 
-    def remember(self, change: m.Change) -> None:
-        """There are no changes."""
-
-    def tidy(self) -> None:
-        """There is nothing to take down."""
-
-    def report_done(self, done: m.Done, take_part: Callable[[], object]) -> None:
-        """There is nobody to tell."""
-
-    def report_failed(
-        self,
-        error: str,
-        trace: str,
-        non_finite: m.NonFinite | None = None,
-        odd: tuple[str, ...] = (),
-        does_not_fit: bool = False,
-        machine_fault: bool = False,
-    ) -> None:
-        """There is nobody to tell."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
+    start = send = be_ready = say_broken = keep_broken = check = _nothing
+    leave_alone = remember = tidy = report_done = report_failed = close = _nothing
 
 
 class PastRunSession(StandaloneSession):

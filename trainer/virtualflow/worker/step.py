@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.protocol.metrics import check_metric_name
+from virtualflow.protocol.wording import check_metric_name
 from virtualflow.step import Told
 
 Loss = Callable[..., Tensor]

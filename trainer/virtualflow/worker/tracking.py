@@ -132,7 +132,6 @@ class _Writer:
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
         self.written = 0
-        """The last step."""
         self._open_in: tuple[int, int] | None = None
         self._fails = False
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.metrics import not_finite
 from virtualflow.protocol.settings import MAX_NAME
+from virtualflow.protocol.wording import not_finite
 from virtualflow.state import Companions, Path, Reserve, capture, codec, digests, size_of, split
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Reduced, Schema, Update
 from virtualflow.worker import tracker
 from virtualflow.worker.tracker import Entry
@@ -36,7 +36,6 @@ class Training:
     scaler: Any
     update: Update
     transfer: TransferSettings
-    """How a state travels."""
     companions: Companions = field(default_factory=lambda: Companions({}))
     """What the script keeps beside them."""
     last_step: int | None = None
@@ -44,13 +43,11 @@ class Training:
     epochs: int | None = None
     """or after so many."""
     completed_steps: int = 0
-    """Updates that have been applied."""
     position: tuple[int, int] = (0, 0)
     """Epoch and step in the epoch of the next update, both from 0."""
     exchanges: int = 0
     """Exchanges of any kind that are complete; the same on all workers between two of them."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The combined metrics of the last step."""
     logged: dict[str, float] = field(default_factory=dict)
     """Numbers of the whole job."""
     non_finite: m.NonFinite | None = None

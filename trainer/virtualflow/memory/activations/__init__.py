@@ -8,7 +8,7 @@ of memory, and nothing of workers.
 
 from virtualflow.memory.activations.blocks import find_blocks
 from virtualflow.memory.activations.chain import Carrier, Chain
-from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Loss, Summed
+from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Summed
 from virtualflow.memory.activations.measuring import ChainMeasurement
 from virtualflow.memory.activations.planned import Activations, Memory, bytes_of_state, limit
 from virtualflow.memory.settings import ActivationSettings
@@ -21,7 +21,6 @@ __all__ = [
     "ChainMeasurement",
     "Flight",
     "LayerMajor",
-    "Loss",
     "Memory",
     "Summed",
     "bytes_of_state",

@@ -23,11 +23,7 @@ RECOMPUTE = (
 
 
 def find_blocks(
-    model: nn.Module,
-    wanted: Sequence[str | nn.Module] | None,
-    *,
-    argument: str = MEMORY,
-    compiled: str = RECOMPUTE,
+    model: nn.Module, wanted: Sequence[str | nn.Module] | None, *, argument: str = MEMORY, compiled: str = RECOMPUTE
 ) -> tuple[list[Named], str]:
     """The blocks with their names, and a sentence that says which they are.
 

@@ -95,7 +95,6 @@ class ChainedBlock:
 @dataclass(frozen=True)
 class _Buffer:
     name: str
-    """In the model."""
     value: Tensor
     """What every virtual node begins with, on the device."""
     places: list[tuple[nn.Module, str]]

@@ -41,7 +41,6 @@ class Flight:
     number: int
     samples: int
     weight: float
-    """The factor of its gradients."""
     data: Any
     """Its micro-batch: the first element enters the first block."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -98,12 +97,7 @@ class LayerMajor:
         self._told = False
 
     def run(
-        self,
-        flights: Sequence[Flight],
-        loss: Loss,
-        *,
-        seed: Callable[[Flight], object],
-        check: Callable[[], object],
+        self, flights: Sequence[Flight], loss: Loss, *, seed: Callable[[Flight], object], check: Callable[[], object]
     ) -> Summed:
         """Compute them all.
 

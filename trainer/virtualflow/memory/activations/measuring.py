@@ -402,7 +402,6 @@ class ChainMeasurement:
         self._blocks: list[Named] = []
         self._sizes: list[ChainSize] = []
         self._probe: Probe | None = None
-        """Of the last size."""
         self.said = ""
         """Which blocks are measured, or why there are none."""
         try:
