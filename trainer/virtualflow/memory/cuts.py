@@ -77,9 +77,6 @@ class Cuts:
     def fastest(self, capacity: int, limit: float) -> Actions | None:
         """The cut whose recomputation takes the least time.
 
-        Args:
-            capacity: bytes, beyond what is resident whatever the plan.
-
         Returns:
             ``None``: none fits that takes less than the limit.
         """

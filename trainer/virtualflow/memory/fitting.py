@@ -134,11 +134,7 @@ class Fit:
 def fit(
     chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: PlannerSettings, *, fused: int = 1
 ) -> Fit:
-    """What becomes of that many virtual nodes, which divide the batch.
-
-    Args:
-        fused: how many of them are computed as one micro-batch.
-    """
+    """What becomes of that many virtual nodes, which divide the batch."""
     micro_batch, left = divmod(batch, virtual_nodes)
     if left or not micro_batch:
         raise ConfigurationError(

@@ -45,11 +45,7 @@ class Planner:
         self._chain = ChainArrays(profile)
 
     def plan(self, budget: Budget) -> Plan:
-        """The fastest plan for that budget; of a larger budget it is never slower.
-
-        Raises:
-            DoesNotFit: there is none; the sentence names the smallest budget that works.
-        """
+        """The fastest plan for that budget; of a larger budget it is never slower."""
         capacity, host = self._capacity(budget), self._host(budget)
         everything = self._uniform(KEEP)
         if least_capacity(self._chain, everything) <= capacity:

@@ -164,11 +164,7 @@ def encode(profile: DeviceProfile) -> bytes:
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """Read a profile.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or is no profile.
-    """
+    """Read a profile."""
     try:
         raw = read_regular(path, _LARGEST)
     except OSError as error:

@@ -26,11 +26,7 @@ def unpack_from_worker(data: bytes | str) -> FromWorker:
 
 
 def unpack_to_worker(data: bytes | str) -> ToWorker:
-    """What the coordinator has packed.
-
-    Raises:
-        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
-    """
+    """What the coordinator has packed."""
     return to_worker.decode(countable(inflated(data)))
 
 

@@ -142,7 +142,6 @@ class Accumulator:
         gaps, but between two of them there may be others whose sums were kept from an aborted attempt.
 
         Args:
-            count: how many were computed as one, and are added as one.
             added: the sums of places at which an :class:`Addition` has added it up already.
         """
         multiply(tensors, weight)

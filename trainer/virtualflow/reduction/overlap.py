@@ -203,11 +203,7 @@ class Overlap:
         return self.running and (self.early is not None or (self._addition is not None and bool(self._addition.sums)))
 
     def settle(self) -> Settled:
-        """The virtual node has run: what has come of its gradients.
-
-        Raises:
-            AttemptSpoiled: this worker is to repeat its attempt.
-        """
+        """The virtual node has run: what has come of its gradients."""
         addition, early, self._addition, self.running = self._addition, self.early, None, False
         found = self._handover.end() if self._hands_over else UNWATCHED
         self._hands_over = False
@@ -272,11 +268,7 @@ class Overlap:
             self.early = None
 
     def learn(self, number: int, reduced: Iterable[int], steady: bool) -> None:
-        """A synchronization has shown how the next one may begin; all workers come to the same for what all do.
-
-        Args:
-            steady: whether all workers' gradients stayed as autograd left them.
-        """
+        """A synchronization has shown how the next one may begin; all workers come to the same for what all do."""
         if not steady:
             self._quiet_until = number + _QUIET
         ready = steady and number >= self._quiet_until

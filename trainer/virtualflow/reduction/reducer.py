@@ -205,11 +205,7 @@ class Reducer:
         return result
 
     def multiply(self, found: Mapping[int, Tensor], factors: Mapping[int, float]) -> None:
-        """Multiply sums that have come by factors of their own, in place; what has none stays as it is.
-
-        Args:
-            factors: likewise, the same on every worker.
-        """
+        """Multiply sums that have come by factors of their own, in place; what has none stays as it is."""
         if not factors:
             return
         if self._landing is not None:

@@ -67,11 +67,7 @@ Choose = Callable[[Sequence[Shape], bool, Terms, ReductionSettings], list[Choice
 
 
 def choose_ways(shapes: Sequence[Shape], final: bool, terms: Terms, settings: ReductionSettings) -> list[Choice]:
-    """The way of each bucket, in their order.
-
-    Args:
-        final: whether a gradient is known to be final as soon as autograd has made it.
-    """
+    """The way of each bucket, in their order."""
     choices = [_choose_way(shape, terms, settings) for shape in shapes]
     beside = terms.network.beside()
     saved = math.fsum(predict(one.way, shape, beside) for one, shape in zip(choices, shapes, strict=True))

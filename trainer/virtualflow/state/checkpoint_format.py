@@ -168,7 +168,6 @@ def find_by_path(
     """As :func:`find_newest`, whichever job's they are.
 
     Args:
-        path: of a directory with checkpoints, or of one of them.
         step: of which it is to be; the newest by default.
         damaged: steps of which those that are there are known not to be sound.
     """

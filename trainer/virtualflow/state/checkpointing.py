@@ -24,11 +24,7 @@ T = TypeVar("T")
 def choose_policy(
     given: CheckpointPolicy | Path | str | None, environment: WorkerEnvironment
 ) -> CheckpointPolicy | None:
-    """The policy in force: the environment goes before what the script says.
-
-    Raises:
-        ConfigurationError: what the script says cannot be.
-    """
+    """The policy in force: the environment goes before what the script says."""
     policy = CheckpointPolicy(given) if isinstance(given, Path | str) else given
     if not isinstance(policy, CheckpointPolicy | None):
         raise ConfigurationError(f"checkpoint is {given!r}; it must be a directory or a vf.CheckpointPolicy")

@@ -140,14 +140,7 @@ class MemoryCopies:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def copy_if_due(self, step: int, generation: Generation, capture: Callable[[], dict[str, Any]]) -> None:
-        """Pack the state now and send it in the background, unless a copy is under way or was just made.
-
-        Args:
-            generation: of this worker, its only member.
-
-        Raises:
-            ConfigurationError: the state holds something that cannot be copied.
-        """
+        """Pack the state now and send it in the background, unless a copy is under way or was just made."""
         began, limit = time.monotonic(), self._limit()
         if began < self._next or not limit or limit == self._too_small:
             return

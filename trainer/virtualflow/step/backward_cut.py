@@ -96,11 +96,7 @@ class BackwardCut(StepPart):
         return sum(cost_of(self._backward.fraction(step, node, self._virtual_nodes)) for node in virtual_nodes)
 
     def factors(self, weights: Mapping[int, float]) -> dict[int, float]:
-        """What makes of a mean over all virtual nodes that over those whose pass was to reach the parameter.
-
-        Returns:
-            The factors that are not 1, by the parameters' places.
-        """
+        """What makes of a mean over all virtual nodes that over those whose pass was to reach the parameter."""
         if self._backward.scale == "sum":
             return {}
         cuts = {node: self.cut(node, self._step) for node in weights}

@@ -223,11 +223,7 @@ class BufferTracker:
         return _Routine(schema, buffers, others, [b.tensor for b in buffers], [b.baseline for b in buffers])
 
     def refuse_strangers(self) -> None:
-        """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced.
-
-        Raises:
-            ConfigurationError: there is one of them. One that is not persistent is a cache and may come.
-        """
+        """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced."""
         for prefix, module in self._modules:
             for attribute, tensor in module._buffers.items():
                 name = f"{prefix}.{attribute}" if prefix else attribute

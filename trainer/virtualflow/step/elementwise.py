@@ -180,11 +180,7 @@ class _Trial:
         return len(self._changed) == len(self._values)
 
     def compare(self, whole: _Trial) -> dict[str, int] | None:
-        """How states are cut with parameters (``Verdict.grains``).
-
-        Returns:
-            ``None`` if values, states or anything else are not that trial's.
-        """
+        """How states are cut with parameters (``Verdict.grains``)."""
         if self._rest() != whole._rest() or any(map(_differ, self._values, whole._values)):
             return None
         grains: dict[str, int] = {}

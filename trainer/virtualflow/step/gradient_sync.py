@@ -267,11 +267,7 @@ class GradientSync:
         self._buffers.restore()
 
     def abandon(self, *, keep: bool = False) -> None:
-        """The attempt is aborted: leave no trace of it in the model.
-
-        Args:
-            keep: what has been taken over, if the next attempt may begin with it.
-        """
+        """The attempt is aborted: leave no trace of it in the model."""
         keep = keep and not self._overlap.torn
         self._overlap.abandon()
         if self._buffers.begun:

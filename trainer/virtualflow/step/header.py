@@ -275,11 +275,7 @@ class HeaderFormat:
 
 
 def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[StepHeader, ...]:
-    """Read all members' headers and check that they are about the same exchange.
-
-    Raises:
-        VirtualFlowError: the workers are at different places of the user's code.
-    """
+    """Read all members' headers and check that they are about the same exchange."""
     headers = tuple(form.read(block) for block in gathered)
     for header in headers:
         if {kind, header.kind} == {Kind.TRAIN, Kind.FINISH}:
@@ -296,11 +292,7 @@ def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) 
 
 
 def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]]) -> StepHeader:
-    """The header of whoever has the first virtual node with samples.
-
-    Args:
-        headers: of all members, with samples of one virtual node at least.
-    """
+    """The header of whoever has the first virtual node with samples."""
     firsts = {}
     for header, holding in zip(headers, holdings, strict=True):
         # There are fewer records than virtual nodes where some were computed as one; that does not change who is first.

@@ -45,11 +45,7 @@ _COVERED = ("state", "param_groups", "defaults")
 
 
 def find_lost_state(optimizer: torch.optim.Optimizer, scheduler: Any, companions: Mapping[str, Any]) -> str | None:
-    """A sentence that names what would be lost where the training is resumed, and says what to do.
-
-    Returns:
-        ``None`` if nothing is lost, or a copy cannot be made or stepped.
-    """
+    """A sentence that names what would be lost where the training is resumed, and says what to do."""
     optimizers = optimizers_of(optimizer)
     trials: list[tuple[str, list[Any], Callable[[_Copies, int], None]]] = [
         ("optimizer", [each], _step_optimizer) for each in optimizers if not _is_torchs(type(each))

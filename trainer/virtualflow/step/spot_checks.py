@@ -86,12 +86,7 @@ def choose_judges(check: SpotCheck, members: int) -> tuple[int, ...]:
 
 
 def judge(check: SpotCheck, first: Mapping[int, int], again: Mapping[int, int], names: Sequence[str]) -> Verdict:
-    """Who was wrong.
-
-    Args:
-        check: that two workers came to different gradients in.
-        first: the hashes of the gradients that they came to, by rank.
-    """
+    """Who was wrong."""
     what = f"of virtual node {check.virtual_node} in step {check.step}"
     third = next((rank for rank in again if rank not in check.pair), None)
     if third is not None:

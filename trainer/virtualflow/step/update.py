@@ -139,11 +139,7 @@ class Update:
         self.optimizer_step.schedule(epoch_ends)
 
     def complete_pending(self, norm: float | None) -> Reduced:
-        """The step that is pending counts, as others know: step this worker's share; it is to be committed.
-
-        Args:
-            norm: of the whole gradient, if it is clipped by that.
-        """
+        """The step that is pending counts, as others know: step this worker's share; it is to be committed."""
         assert self.pending is not None
         assert self.shards is not None
         self.shards.step(norm)

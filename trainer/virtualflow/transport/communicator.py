@@ -108,12 +108,7 @@ class Communicator:
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
     ) -> Communicator:
-        """Connect to the other members; blocks until the mesh stands.
-
-        Args:
-            superseded: whether a newer plan makes this one pointless; ends the wait.
-            interrupted: asked while a collective is waited for; a sentence abandons it.
-        """
+        """Connect to the other members; blocks until the mesh stands."""
         lanes: list[dict[int, socket.socket]] = []
         if len(plan.members) > 1:
             rendezvous = LinkRendezvous(link, plan.generation, superseded)

@@ -58,7 +58,6 @@ def build_mesh(
 
     Args:
         address: where this member listens meanwhile, on a port of the system's choice.
-        superseded: whether it is not worth it any more.
 
     Returns:
         For each lane, the connections to the peers by their ranks.

@@ -55,11 +55,7 @@ class Turns:
         _open.add(self)
 
     def take(self, step: int, check: Callable[[], object]) -> float:
-        """Wait for the device; seconds that it took. Whoever has it has it at once.
-
-        Args:
-            check: is called in between, and may raise: then it is not waited for any longer.
-        """
+        """Wait for the device; seconds that it took. Whoever has it has it at once."""
         if self._held or not self._connected():
             return 0.0
         began = time.monotonic()

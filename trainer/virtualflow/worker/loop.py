@@ -421,11 +421,7 @@ class Loop:
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def _synchronize(self, attempt: Attempt) -> Generator[Any, None, Reduced]:
-        """Reduce with the others what the attempt has come to.
-
-        Raises:
-            VirtualFlowError: as ``Update.synchronize``; a member that was wrong is ``Convicted``.
-        """
+        """Reduce with the others what the attempt has come to."""
         context, number = self.context, attempt.number
         self._activity.mark("synchronizing", number)
         offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)

@@ -95,11 +95,7 @@ class Membership:
         return communicator
 
     def join(self) -> None:
-        """Become a member, with a state; returns at once for one that is.
-
-        Raises:
-            Leave: this process is not to take part.
-        """
+        """Become a member, with a state; returns at once for one that is."""
         if not self._state.has_state:
             self._session.be_ready()
             self._enter(self._session.await_entry())
@@ -113,11 +109,7 @@ class Membership:
             self._room_of, self._state.room = session.generation, self._training.room()
 
     def switch(self) -> None:
-        """Enter the generation that all have agreed on, or leave by it.
-
-        Raises:
-            Drained: this worker is not in it.
-        """
+        """Enter the generation that all have agreed on, or leave by it."""
         plan, self.agreed = self.agreed, None
         assert plan is not None
         try:

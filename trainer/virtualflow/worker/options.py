@@ -80,11 +80,7 @@ class Options:
 
 
 def refuse_launchers(environment: WorkerEnvironment) -> None:
-    """See that nobody but the library divides the work among processes.
-
-    Raises:
-        ConfigurationError: torchrun or the like has started several of this process.
-    """
+    """See that nobody but the library divides the work among processes."""
     processes = os.environ.get("WORLD_SIZE", "1")
     started = "TORCHELASTIC_RUN_ID" in os.environ or (dist.is_available() and dist.is_initialized())
     if environment.coordinator is None and environment.profile_out is None and started and processes not in ("", "1"):
@@ -437,11 +433,7 @@ def _check_schedule(scheduler: Any, interval: str) -> None:
 
 
 def describe_samples(options: Options, samples: int | None) -> dict[str, str]:
-    """What all members must have alike, so that each sample counts once: by what it is called.
-
-    Args:
-        samples: of the dataset; ``None`` for a stream.
-    """
+    """What all members must have alike, so that each sample counts once: by what it is called."""
     return {
         "the seed": str(options.seed),
         "the batch size": str(options.batch_size),

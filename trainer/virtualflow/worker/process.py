@@ -210,10 +210,6 @@ def read_exit(
 ) -> BaseException:
     """What ends the training, as the library understands it.
 
-    Args:
-        error: what the script raised inside its ``with`` block.
-        coordinated: whether others may train with it.
-
     Returns:
         ``Drained`` for one that was to leave; ``error`` itself for a script that runs alone, which may end when it
         likes; else ``ScriptExited``.

@@ -68,11 +68,7 @@ def foretell_pace(environment: WorkerEnvironment, situation: Situation) -> tuple
 
 
 def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, asked: tuple[int, ...]) -> list[int]:
-    """How many virtual nodes' samples to put into a micro-batch, from the smallest: 1, 2, 4, ... and all of them.
-
-    Args:
-        samples: of the dataset; ``None`` for a stream.
-    """
+    """How many virtual nodes' samples to put into a micro-batch, from the smallest: 1, 2, 4, ... and all of them."""
     powers = [1 << power for power in range(virtual_nodes.bit_length()) if 1 << power < virtual_nodes]
     sizes = sorted({*(asked or (*powers, virtual_nodes))})
     if sizes[-1] > virtual_nodes:

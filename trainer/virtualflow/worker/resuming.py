@@ -110,11 +110,7 @@ def compare(here: Built, there: Built) -> str | None:
 
 
 def check_schedule(scheduler: Any, steps: int, last: int, what: str, resumed: bool) -> None:
-    """Check that no schedule ends before the training.
-
-    Args:
-        what: it is stepped once a "step" or once an "epoch".
-    """
+    """Check that no schedule ends before the training."""
     for part in schedulers_of(scheduler):
         ended = _ends_early(part, steps)
         if ended is None:

@@ -204,9 +204,6 @@ class Session:
         """Wait for the newest plan that this worker may enter without an agreement.
 
         That is a recovery or, for a worker without state, any that it is in.
-
-        Raises:
-            Leave: this process is not to take part (any more).
         """
 
         def enterable() -> m.Plan | None:
@@ -327,9 +324,6 @@ class Session:
 
         Args:
             reason: if not because this worker drains.
-
-        Raises:
-            Drained: always.
         """
         self.link.send(m.Left(generation, self.state.step), keep=True)
         self._await_release()

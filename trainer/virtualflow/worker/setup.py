@@ -237,11 +237,7 @@ def _held(resources: ExitStack, part: _Part) -> _Part:
 
 
 def _check_states(request: Request, session: AnySession) -> None:
-    """See that a joiner, and whoever begins from a checkpoint, gets all that optimizers and schedulers keep.
-
-    Raises:
-        ConfigurationError: it would not; where there can be neither, a warning will do.
-    """
+    """See that a joiner, and whoever begins from a checkpoint, gets all that optimizers and schedulers keep."""
     options = request.options
     lost = find_lost_state(request.optimizer, options.scheduler, options.state)
     if lost is None:

@@ -36,11 +36,7 @@ class DeviceTurns(StepPart):
         self.take(attempt.number, self._session.check if attempt.number else _wait_on)
 
     def take(self, step: int, check: Callable[[], object]) -> None:
-        """Have the device; returns at once where this worker has it.
-
-        Args:
-            check: is called while it is waited for, and may raise.
-        """
+        """Have the device; returns at once where this worker has it."""
         waited = self._turns.take(step, check)
         for exclude in self._excluded:
             exclude(waited)

@@ -120,11 +120,7 @@ def limit(
     activations: ActivationsChoice | None = None,
     optimizer: Placement | None = None,
 ) -> Memory | None:
-    """What a script says of memory, with what whoever runs it says instead; ``None``: nobody says anything.
-
-    Raises:
-        ConfigurationError: together it makes no sense.
-    """
+    """What a script says of memory, with what whoever runs it says instead; ``None``: nobody says anything."""
     words = {"device": device, "host": host, "activations": activations, "optimizer": optimizer}
     instead: dict[str, Any] = {name: word for name, word in words.items() if word is not None}
     if instead == {"optimizer": "device"} and (said is None or said.device is None):
