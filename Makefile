@@ -18,7 +18,7 @@ PACKING := build/packaging
 PIP_INSTALL := -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions lint docs e2e chaos campaign bench gpu dist image clean
+.PHONY: help venv demo test test-all test-versions lint docs e2e chaos campaign bench gpu dist image image-old clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -76,6 +76,10 @@ dist: ## write the wheel and the sdist to dist/, and the packaged chart where he
 image: ## build virtualflow-operator:dev and virtualflow-trainer:dev
 	docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:dev .
 	docker build $(BUILD_ARGS) --target trainer -t virtualflow-trainer:dev .
+
+image-old: ## build both images of another commit with the tag old, for the test of upgrades: OLD=v0.1.0
+	git archive $(OLD) | docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:old -
+	git archive $(OLD) | docker build $(BUILD_ARGS) --target trainer -t virtualflow-trainer:old -
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
