@@ -41,7 +41,9 @@ from virtualflow_operator.settings import OperatorSettings
 logger = logging.getLogger(__name__)
 
 _RELIST_AFTER = 2.0
-"""After a watch that began anew, what it missed is listed this much later."""
+"""After a watch that began anew, what it missed is listed this much later;"""
+_RELIST_REST = 30.0
+"""twice as late each time, up to so many seconds, while watches begin anew all the time."""
 _RELIST_SPREAD = 30.0
 """A relist looks at the jobs of which it tells nothing new over this time."""
 
@@ -371,7 +373,8 @@ class Manager:
 
     async def _keep_listed(self) -> None:
         """List everything now and then, and soon after a watch had to begin anew."""
-        begun, delay = time.monotonic(), _RELIST_AFTER
+        begun = tried = time.monotonic()
+        delay = _RELIST_AFTER
         while True:
             jitter = 1 + self.settings.relist_jitter * (2 * random.random() - 1)
             try:
@@ -379,6 +382,8 @@ class Manager:
                     await self._relist_soon.wait()
                 # kopf opens its watches right after the start, from what was listed a moment ago.
                 fresh = time.monotonic() - begun < _RELIST_AFTER
+                if time.monotonic() - tried > _RELIST_REST:
+                    delay = _RELIST_AFTER
                 await asyncio.sleep(delay)
                 self._relist_soon.clear()
                 if fresh:
@@ -388,11 +393,12 @@ class Manager:
             try:
                 await self._list(lambda key: self.queue.add(key, random.random() * _RELIST_SPREAD))
                 self._follow_foreign_pods()
-                delay = _RELIST_AFTER
+                delay = min(2 * delay, _RELIST_REST)
             except ApiError as error:
                 delay = min(2 * delay, self.settings.queue.backoff_most)
                 logger.warning("the relist failed, next try in %.0f s: %s", delay, error)
                 self._relist_soon.set()
+            tried = time.monotonic()
 
 
 def _essence(body: Object) -> tuple[Any, ...]:

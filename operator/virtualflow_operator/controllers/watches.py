@@ -8,6 +8,8 @@ write into users' objects, and end silently when a write fails.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import defaultdict
 from typing import Any
 
 import aiohttp
@@ -18,11 +20,15 @@ from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
 from virtualflow_operator.controllers.manager import Manager
-from virtualflow_operator.k8s import OURS, bounded_response
+from virtualflow_operator.k8s import OURS, WatchPace, bounded_response
 from virtualflow_operator.settings import ApiSettings
 
 _STOPPING = 30.0
 """Seconds in which kopf cancels a start that has failed: until then nothing is watched."""
+
+
+_SILENCE = 75.0
+"""A watch of which nothing has come for so long is dead: once a minute the API server sends a bookmark."""
 
 
 class Undiffed(kopf.DiffBaseStorage):
@@ -41,8 +47,25 @@ class Undiffed(kopf.DiffBaseStorage):
         """Write nothing into the object."""
 
 
+class _Paced:
+    """Lets each watch of a session begin at its pace."""
+
+    def __init__(self) -> None:
+        self._paces: defaultdict[str, WatchPace] = defaultdict(WatchPace)
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        if request.url.query.get("watch") == "true":
+            await asyncio.sleep(self._paces[request.url.path].wait(time.monotonic()))
+        return await handler(request)
+
+
 class WatchSession(kopf.AiohttpSession):
-    """What kopf itself would connect with, but for how deep it reads: without that, one object would end its watch.
+    """What kopf itself would connect with, but for two things.
+
+    It reads only so deep: without that, one object would end its watch. And a watch that ends as soon as it has begun
+    begins anew after a wait: kopf itself asks again at once.
 
     Equal to any other with the same credentials, by which kopf knows those that were refused before.
     """
@@ -54,6 +77,7 @@ class WatchSession(kopf.AiohttpSession):
             proxy=info.proxy_url,
             trust_env=info.trust_env,
             response_class=response_class,
+            middlewares=(_Paced(),),
         )
         super().__init__(
             server=info.server,
@@ -144,6 +168,7 @@ def configure(settings: kopf.OperatorSettings, api: ApiSettings) -> None:
     settings.watching.label_selectors["v1", "services"] = OURS
     settings.watching.chunk_size = api.page
     settings.watching.reconnect_backoff = 0.5
+    settings.watching.inactivity_timeout = _SILENCE
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     settings.execution.default_backoff = 5

@@ -4,7 +4,7 @@ from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
 from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from virtualflow_operator.k8s.event_recorder import EventRecorder, TokenBucket
-from virtualflow_operator.k8s.following import ForeignPodWatch, WorkloadWatch
+from virtualflow_operator.k8s.following import ForeignPodWatch, WatchPace, WorkloadWatch
 from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
 from virtualflow_operator.k8s.readers import Readers
@@ -55,6 +55,7 @@ __all__ = [
     "Resource",
     "Store",
     "TokenBucket",
+    "WatchPace",
     "WorkloadWatch",
     "bounded_response",
     "key_of",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -22,6 +23,29 @@ from virtualflow_operator.k8s.resources import PODS, WORKLOADS, Resource
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
+
+
+_SHORT = 10.0
+"""Seconds that a watch lasts at least if it begins anew at once."""
+_WAITS = 0.5, 8.0
+"""The wait after the first shorter one, and the longest: a bookmark, a minute later, is still in time for kopf."""
+
+
+class WatchPace:
+    """How soon a watch begins anew: at once, but after ever longer waits while each ends soon after it has begun.
+
+    A server whose history is short (410), or a proxy that breaks every stream, would be asked all the time.
+    """
+
+    def __init__(self) -> None:
+        self._begun, self._wait = -math.inf, 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next one may begin, that ``now`` is about to."""
+        first, most = _WAITS
+        self._wait = min(max(2 * self._wait, first), most) if now - self._begun < _SHORT else 0.0
+        self._begun = now + self._wait
+        return self._wait
 
 
 class Following(ABC):
@@ -89,9 +113,10 @@ class Following(ABC):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, namespace: str | None) -> None:
-        delay = self._settings.queue.backoff_first
+        delay, pace = self._settings.queue.backoff_first, WatchPace()
         while True:
             try:
+                await asyncio.sleep(pace.wait(time.monotonic()))
                 await self._list(namespace)
                 delay = self._settings.queue.backoff_first
                 async for kind, body in self._api.watch(
@@ -102,7 +127,6 @@ class Following(ABC):
                         self.lose(metadata.get("namespace") or "", metadata["name"], metadata.get("uid") or "")
                     else:
                         self.take(body)
-                await asyncio.sleep(delay)  # a server that ends each watch at once is not asked all the time
             except (Forbidden, NotFound) as error:
                 logger.warning("%s may not be looked at, so %s: %s", self.what, self.without, error)
                 self.note_barred(error)

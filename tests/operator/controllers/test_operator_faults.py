@@ -34,6 +34,7 @@ STORMS = {
         Fault(code=504, after=True, method="DELETE", times=4),
     ],
     "watches that are too old": [Fault(code=410, verb="watch", times=None, seconds=1.0)],
+    "watches that end at once": [Fault(end=True, verb="watch", times=None, seconds=1.0)],
     "forbidden for a while": [Fault(code=403, method="POST", times=None, seconds=1.0)],
 }
 

@@ -23,6 +23,8 @@ class Fault:
     """Seconds; sent as the Retry-After header."""
     cut: bool = False
     """Close the connection without an answer."""
+    end: bool = False
+    """Answer a watch, and end it at once."""
     after: bool = False
     """Carry the request out first: the client cannot know."""
     delay: float = 0.0

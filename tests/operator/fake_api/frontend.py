@@ -148,6 +148,9 @@ class Frontend:
                     return web.Response()
                 if fault.code:
                     raise _injected(fault)
+                if fault.end:
+                    self._note(request, call, begin, 200)
+                    return web.Response()
             if call.verb == "watch":
                 return await self._watch(request, call, begin)
             code, answer = self._carry_out(request, call)

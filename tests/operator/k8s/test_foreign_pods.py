@@ -15,7 +15,7 @@ from fake_api import FakeApi, Fault
 from virtualflow_operator.k8s.cache import Store
 from virtualflow_operator.k8s.client import KubeApi, Object
 from virtualflow_operator.k8s.errors import Forbidden, Unavailable
-from virtualflow_operator.k8s.following import ForeignPodWatch
+from virtualflow_operator.k8s.following import ForeignPodWatch, WatchPace
 from virtualflow_operator.k8s.resources import PODS
 from virtualflow_operator.settings import OperatorSettings, QueueSettings, SharingSettings
 
@@ -141,6 +141,20 @@ def test_a_watch_that_the_server_ends_is_begun_again() -> None:
             assert it.wakes == 1, "nothing has changed since the first list"
 
     run(story)
+
+
+@pytest.mark.parametrize(
+    ("begins", "waits"),
+    [
+        pytest.param([0, 600, 611], [0, 0, 0], id="long ones"),
+        pytest.param([0, 600, 600, 601, 610], [0, 0, 0.5, 1, 2], id="a doubled wait after each short one"),
+        pytest.param([0, 0, 0, 1, 3, 7, 15, 23], [0, 0.5, 1, 2, 4, 8, 8, 8], id="up to a longest"),
+        pytest.param([0, 1, 2, 14, 15], [0, 0.5, 1, 0, 0.5], id="a long one begins it anew"),
+    ],
+)
+def test_a_watch_begins_anew_at_its_pace(begins: list[float], waits: list[float]) -> None:
+    pace = WatchPace()
+    assert [pace.wait(now) for now in begins] == waits
 
 
 def test_the_answer_to_a_watch_may_be_a_refusal() -> None:
