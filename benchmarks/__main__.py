@@ -1,7 +1,7 @@
 """``python -m benchmarks [FIGURE ...] [--quick]`` measures and writes the page; ``report`` only writes the page.
 
-What takes long (``soak``, ``workloads``, ``simulator_scale``, ``operator_scale``, ``hostile_tenants``) is measured only
-when it is named.
+What takes long (``soak``, ``workloads``, ``simulator_scale``, ``operator_scale``, ``hostile_tenants``, ``api_faults``)
+is measured only when it is named.
 """
 
 from __future__ import annotations

@@ -323,6 +323,7 @@ FIGURES: dict[str, Figure] = {
     **_program("simulator_scale", "Simulator speed", on_demand=True, on_page=False),
     **_program("operator_scale", "An operator with 1,000 jobs", on_demand=True),
     **_program("hostile_tenants", "An operator beside hostile coordinators", on_demand=True),
+    **_program("api_faults", "An operator whose API server is in trouble", on_demand=True),
     "soak": Figure(
         "Leaks over a long job",
         soak.measure,

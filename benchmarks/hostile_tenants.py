@@ -113,7 +113,7 @@ def job(namespace: str, name: str) -> Object:
     spec = {
         "virtualNodes": 64,
         "replicas": 1,
-        "workerGroups": [{"name": "w", "template": {"spec": {"containers": [container]}}}],
+        "workerGroups": [{"name": "workers", "template": {"spec": {"containers": [container]}}}],
     }
     metadata = {"name": name, "namespace": namespace}
     return {"apiVersion": JOBS.api_version, "kind": "VirtualFlowJob", "metadata": metadata, "spec": spec}
@@ -162,7 +162,7 @@ async def scale_up(api: KubeApi, workers: int, running: dict[str, float]) -> flo
     began = time.monotonic()
     await api.patch(JOBS, NAMESPACE, "honest", {"spec": {"replicas": workers}})
     async with asyncio.timeout(60.0):
-        while (seen := running.get(f"honest-w-{workers - 1}")) is None:  # noqa: ASYNC110 - another task fills it
+        while (seen := running.get(f"honest-workers-{workers - 1}")) is None:  # noqa: ASYNC110 - another task fills it
             await asyncio.sleep(0.01)
     return seen - began
 

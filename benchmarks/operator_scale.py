@@ -239,16 +239,19 @@ def leads(port: int) -> bool:
 
 @asynccontextmanager
 async def operated(
-    folder: Path, kubeconfig: Path, nodes: int
+    folder: Path, kubeconfig: Path, nodes: int, through: Path | None = None
 ) -> AsyncIterator[tuple[KubeApi, bytes, psutil.Process, int]]:
-    """A cluster of so many nodes and an operator that leads: its API, the operator's key, its process, its metrics."""
+    """A cluster of so many nodes and an operator that leads: its API, the operator's key, its process, its metrics.
+
+    ``through``: another kubeconfig, by which the operator reaches it.
+    """
     key = folder / "key"
     key.write_text(secrets.token_hex(32))
     os.environ["KUBECONFIG"] = str(kubeconfig)
     async with await KubeApi.connect(ApiSettings(request_timeout=120.0)) as api:
         await make_cluster(api, nodes)
         health, port = kube_apiserver.free_port(), kube_apiserver.free_port()
-        variables = {"PYTHONPATH": environment()["PYTHONPATH"], "KUBECONFIG": str(kubeconfig)}
+        variables = {"PYTHONPATH": environment()["PYTHONPATH"], "KUBECONFIG": str(through or kubeconfig)}
         arguments = [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
             *(sys.executable, "-m", "virtualflow_operator.controllers.main", "--image=operator:test"),

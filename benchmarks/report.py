@@ -20,7 +20,7 @@ ratios hold better than absolute times. [Performance](performance.md) explains w
 
 `make bench` measures all figures of minutes and writes this page; `python -m benchmarks steps --quick` measures one
 with fewer rounds, and `report` only writes the page, from `benchmarks/results/`, which has every sample. These take
-long: `soak`, `simulator_scale`, `workloads` (extra `peft`); `operator_scale` and `hostile_tenants` (need
+long: `soak`, `simulator_scale`, `workloads` (extra `peft`); `operator_scale`, `hostile_tenants` and `api_faults` (need
 `kube-apiserver` and `etcd`).
 
 {common}
