@@ -8,14 +8,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import CommandFailed, Object
+from cluster import CommandFailed, Object, until
 from cluster_jobs import Job, container, digits, script
 from installation import Installed
 from slots import add_queue, set_slots, take_slot
 
 from kstatus import kstatus
+from virtualflow.cluster.plugin import main
 
 FULL = "e2e-full"
+CRASHES = """
+import torch
+import virtualflow as vf
+
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.zeros(64, 2))
+with vf.elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=8, steps=50) as run:
+    for step in run:
+        for (x,) in step:
+            model(x).sum().backward()
+        if step.number == 20:
+            LAST
+"""
+"""A script that LAST ends in its twentieth step, as ``sh`` is to run it."""
 WAITING = take_slot(digits("waits", queue=FULL, virtualNodes=64, replicas=64, minReplicas=64, maxReplicas=64))
 
 
@@ -88,3 +103,81 @@ def test_a_misspelt_field_and_a_volume_that_is_not_there_are_named(
     assert "not-there" in said
     failed = jobs[1].wait_condition("Failed", "StartupDeadlineExceeded", 90)["message"]
     assert "not-there" in failed
+
+
+@pytest.mark.parametrize(
+    ("last", "behind", "told"),
+    [
+        pytest.param(
+            "import os; os._exit(3)",
+            "| tee /tmp/log",
+            ("it ended with exit code 0 before the training was complete, after ", "may have hidden how"),
+            id="behind a pipe",
+        ),
+        pytest.param(
+            "import os; os.abort()",
+            "; exit $?",
+            ("ended with exit code 134 (SIGABRT):", "\nAborted"),
+            id="behind a shell",
+        ),
+    ],
+)
+def test_the_end_of_a_script_is_told_whatever_stands_before_it(
+    start: Callable[[Object], Job], last: str, behind: str, told: tuple[str, ...]
+) -> None:
+    job = script("wrapped", "", backoffLimit=0, replicas=1)
+    words = f'python -X faulthandler -c "$SCRIPT" 2>&1 {behind}'
+    container(job).update(
+        {"command": ["sh", "-c", words], "env": [{"name": "SCRIPT", "value": CRASHES.replace("LAST", last)}]}
+    )
+    made = start(job)
+    made.wait_phase("Failed", 240)
+    message = made.condition("Failed")["message"]
+    assert all(part in message for part in told), message
+
+
+def test_an_event_names_the_workers_that_a_quota_let_be_made_and_no_other(
+    installed: Installed, start: Callable[[Object], Job], namespace: str
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "two"}, "spec": {"hard": {"pods": "2"}}}
+    installed.cluster.apply(quota, namespace)
+    job = start(digits("rationed", steps=3000, pause=0.1))
+    job.wait_training(1, 240)
+    until("the event is there", lambda: [e for e in job.events() if e["reason"] == "WorkersCreated"], 30)
+    made = [event["message"] for event in job.events() if event["reason"] == "WorkersCreated"]
+    assert made == [f"created {job.workers()[0]['metadata']['name']}"]
+
+
+def test_a_suspension_that_loses_a_training_is_asked_for_and_said(
+    installed: Installed, start: Callable[[Object], Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start(digits("unsaved", steps=3000, pause=0.1))
+    job.wait_training(2, 240)
+    where = ["--kubeconfig", installed.cluster.kubeconfig, "-n", job.namespace, "unsaved"]
+    assert main(["suspend", *where]) != 0
+    assert "has no spec.checkpoint: a suspension loses " in capsys.readouterr().err
+    assert not job.status()["phase"].startswith("Suspend")
+    assert main(["suspend", "--force", *where]) == 0
+    job.wait_phase("Suspended", 120)
+    assert "the training is lost, " in job.condition("Suspended")["message"]
+
+
+def test_a_deleted_job_that_a_finalizer_holds_is_over_and_has_no_series(
+    installed: Installed, start: Callable[[Object], Job]
+) -> None:
+    job = start(digits("held", steps=3000, pause=0.1))
+    job.wait_training(2, 240)
+
+    def series() -> float:
+        return installed.cluster.metrics().total("virtualflow_job_phase", job_namespace=job.namespace, job_name="held")
+
+    until("the job's phase is a series", lambda: series() == 1, 30)
+    body = json.dumps({"metadata": {"finalizers": ["example.com/billing"]}})
+    job.kubectl("patch", "vfj", "held", "--type=merge", "-p", body)
+    try:
+        job.kubectl("delete", "vfj", "held", "--wait=false")
+        assert job.wait_condition("Failed", "Deleted", 60)["status"] == "True"
+        until("its series are gone", lambda: series() == 0, 30)
+        until("its pods are gone", lambda: not job.pods(), 90)
+    finally:
+        job.kubectl("patch", "vfj", "held", "--type=merge", "-p", '{"metadata": {"finalizers": null}}')
