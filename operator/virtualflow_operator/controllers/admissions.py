@@ -39,16 +39,7 @@ class Wakes:
 
 
 class Admissions:
-    """The operator's dealings with whoever admits jobs.
-
-    Args:
-        api: the API server.
-        store: what the watches have told.
-        links: the connections to the coordinators.
-        metrics: what is shown of queues.
-        wakes: who is told of news.
-        settings: the operator's.
-    """
+    """The operator's dealings with whoever admits jobs."""
 
     def __init__(
         self,
@@ -73,7 +64,6 @@ class Admissions:
             kueue.workloads.want(True)
 
     async def close(self) -> None:
-        """Follow nothing any more."""
         if self._kueue is not None:
             await self._kueue.workloads.close()
 
@@ -84,11 +74,7 @@ class Admissions:
         return self._missing["kueue"] if kueue_queue(job) and self._load_kueue() is None else ""
 
     async def of(self, key: Key, job: Job) -> Admission:
-        """Who admits a job, with all that was decided about it.
-
-        Raises:
-            ApiError: something that Kueue's decision depends on could not be read.
-        """
+        """Who admits a job, with all that was decided about it."""
         admission = AT_ONCE
         if job.spec.queue and (queues := self._load_queues()) is not None:
             admission = queues.admission(key, job)
@@ -97,17 +83,11 @@ class Admissions:
         return admission
 
     async def carry_out(self, job: Job, action: AdmissionAction) -> bool:
-        """Do what an admission asks for; whether something new is to be told of it.
-
-        Raises:
-            ApiError: it could not be done.
-            RetryLater: it has changed meanwhile.
-        """
+        """Do what an admission asks for; whether something new is to be told of it."""
         kueue = self._load_kueue()
         return kueue is not None and await kueue.carry_out(job, action)
 
     def note_status(self, job: Job, status: JobStatus) -> None:
-        """A job's status was written."""
         if self._queues is not None:
             self._queues.note_status(job, status)
 
@@ -117,12 +97,7 @@ class Admissions:
             self._queues.try_again()
 
     async def decide(self, key: Key) -> float | None:
-        """Decide about a queue; in how many seconds to do it again, if so.
-
-        Raises:
-            ApiError: the queue's status could not be written.
-            RetryLater: the queue had changed meanwhile.
-        """
+        """Decide about a queue; in how many seconds to do it again, if so."""
         queues = self._load_queues()
         return None if queues is None else await queues.decide(key)
 
@@ -155,11 +130,7 @@ class Admissions:
         return self._kueue
 
     def _note_missing(self, what: str, error: ModuleNotFoundError, remove: str) -> None:
-        """Say once what is not installed.
-
-        Raises:
-            ModuleNotFoundError: it is nothing that may be left out.
-        """
+        """Say once what is not installed."""
         name = error.name or ""
         if not name.startswith(SATELLITES):
             raise error

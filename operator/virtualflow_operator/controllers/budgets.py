@@ -14,11 +14,7 @@ from virtualflow_operator.k8s import Key, TokenBucket
 
 
 class Holdings:
-    """Bytes that jobs hold of what all share.
-
-    Args:
-        total: how many there are.
-    """
+    """Bytes that jobs hold of what all share."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -64,8 +64,6 @@ _STRANGERS = 64
 
 @dataclass
 class _Line:
-    """One connection."""
-
     link: CoordinatorLink
     address: str
     connect: Callable[[], CoordinatorClient]
@@ -94,8 +92,6 @@ class CoordinatorLinks:
     Args:
         key: the operator's, from which the jobs' tokens are derived.
         wake: called with the job when there is news, and with the seconds that may pass before it is looked at.
-        settings: the operator's.
-        metrics: counts the calls.
     """
 
     def __init__(
@@ -110,19 +106,11 @@ class CoordinatorLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def view(self, key: Key) -> CoordinatorLink | None:
-        """How the connection to that job's coordinator stands."""
         line = self._lines.get(key)
         return line.link if line is not None else None
 
     def follow(self, key: Key, uid: str, coordinator: Pod | None, workers: int) -> None:
-        """See to it that the job's connection leads to that coordinator's pod; ``None``: to none.
-
-        Args:
-            key: the job.
-            uid: the job's.
-            coordinator: its pod.
-            workers: how many worker pods the job has.
-        """
+        """See to it that the job's connection leads to that coordinator's pod; ``None``: to none."""
         line = self._lines.get(key)
         if line is not None:
             line.pods = max(line.pods, workers)
@@ -157,7 +145,6 @@ class CoordinatorLinks:
         )
 
     def drop(self, key: Key) -> None:
-        """Close the job's connection, if there is one."""
         line = self._lines.pop(key, None)
         if line is not None:
             self._holdings.hold(key, 0)
@@ -170,7 +157,6 @@ class CoordinatorLinks:
             line.task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Close all connections."""
         for key in list(self._lines):
             self.drop(key)
         if self._closing:
@@ -262,7 +248,6 @@ class CoordinatorLinks:
                 await asyncio.sleep(pause)  # not above, where the error would keep alive all that has led to it
 
     def _take(self, key: Key, line: _Line, status: Status) -> None:
-        """Note what a coordinator says."""
         since = line.link.since if line.link.connected else time.time()
         line.link = CoordinatorLink(line.link.pod, True, since, status)
         now = asyncio.get_running_loop().time()

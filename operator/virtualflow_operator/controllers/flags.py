@@ -221,12 +221,10 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """On the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """In the environment."""
         return ENV_PREFIX + self.name.upper()
 
 

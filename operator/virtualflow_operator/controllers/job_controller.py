@@ -112,18 +112,7 @@ class _Memory:
 
 
 class JobController:
-    """The operator's work on jobs; ``process`` is what the work-queue runs.
-
-    Args:
-        api: the API server.
-        store: what the watches have told.
-        links: the connections to the coordinators.
-        events: the recorder.
-        metrics: what is counted.
-        key: the operator's, from which the jobs' tokens are derived.
-        settings: the operator's.
-        admissions: says who admits a job.
-    """
+    """The operator's work on jobs; ``process`` is what the work-queue runs."""
 
     def __init__(
         self,
@@ -481,14 +470,7 @@ def sample(spec: JobSpec, status: JobStatus, wanted: int, counted: WorkerSeconds
 
 
 class JobCleanup:
-    """Ends the pods of deleted jobs.
-
-    Args:
-        api: the API server.
-        store: what the watches have told.
-        links: the connections to the coordinators.
-        settings: the operator's.
-    """
+    """Ends the pods of deleted jobs."""
 
     def __init__(self, api: KubeApi, store: Store, links: CoordinatorLinks, settings: OperatorSettings) -> None:
         self._api, self._store, self._links, self._settings = api, store, links, settings

@@ -40,9 +40,7 @@ class KueueController:
     """The operator's dealings with Kueue.
 
     Args:
-        api: the API server.
         wake: called with each job of which a Workload has changed; ``None``: with all that concerns.
-        settings: the operator's.
     """
 
     def __init__(self, api: KubeApi, wake: Callable[[Key | None], None], settings: OperatorSettings) -> None:
@@ -54,11 +52,7 @@ class KueueController:
         """What the API server does not take of a job's, in its words; by the job's uid."""
 
     async def admission(self, key: Key, job: Job, otherwise: Admission) -> Admission:
-        """Who admits a job: Kueue, where it has a say in it.
-
-        Raises:
-            ApiError: a flavor or class could not be read.
-        """
+        """Who admits a job: Kueue, where it has a say in it."""
         known = await self.view(key, job)
         return otherwise if known is None else KueueAdmission(known, self._settings, otherwise)
 

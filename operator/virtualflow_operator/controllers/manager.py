@@ -268,7 +268,6 @@ class Manager:
             self.wake_queue(name)
 
     def see_pod(self, kind: str | None, body: Object) -> None:
-        """A pod has changed."""
         metadata = body["metadata"]
         if kind == "DELETED":
             key = self.store.remove_pod(metadata["namespace"], metadata["name"], metadata.get("uid") or "")
@@ -280,7 +279,6 @@ class Manager:
             self.wake_queues()  # queues may share nodes, so a worker of one is a foreign pod to another
 
     def see_service(self, kind: str | None, body: Object) -> None:
-        """A coordinator's service has changed."""
         key = key_of(body)
         if key is None:
             return
@@ -294,7 +292,6 @@ class Manager:
             self.wake(key)
 
     def see_node(self, kind: str | None, body: Object) -> None:
-        """A node has changed."""
         metadata = body["metadata"]
         before = self.store.nodes.entries.get(("", metadata["name"]))
         if kind == "DELETED":
@@ -309,7 +306,6 @@ class Manager:
             self.wake_queues()
 
     def see_queue(self, kind: str | None, body: Object) -> None:
-        """A queue has changed."""
         name, uid = body["metadata"]["name"], body["metadata"].get("uid") or ""
         if kind == "DELETED":
             self.store.queues.remove("", name, uid)
@@ -326,12 +322,10 @@ class Manager:
         self.foreign_pods.want(any(entry.value.spec.resource for entry in self.store.queues.entries.values()))
 
     def wake_queue(self, name: str | None) -> None:
-        """Have a queue decided about."""
         if name is not None:
             self.queue.add(queue_key(name), self.settings.sharing.debounce)
 
     def wake_queues(self) -> None:
-        """Have all queues decided about."""
         for _, name in self.store.queues.entries:
             self.wake_queue(name)
 
@@ -345,7 +339,6 @@ class Manager:
                 self.wake(place)
 
     def wake(self, key: Key) -> None:
-        """Have a job reconciled."""
         self.job_controller.touched.setdefault(key, time.monotonic())
         self.queue.add(key, self.settings.queue.debounce)
 

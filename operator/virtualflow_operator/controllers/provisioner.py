@@ -72,15 +72,7 @@ class CreationRefusal:
 
 
 class Provisioner:
-    """Makes objects of jobs.
-
-    Args:
-        api: the API server.
-        store: what is made is known at once.
-        metrics: counts the pods.
-        key: the operator's, from which the jobs' tokens are derived.
-        settings: the operator's.
-    """
+    """Makes objects of jobs."""
 
     def __init__(self, api: KubeApi, store: Store, metrics: Metrics, key: bytes, settings: OperatorSettings) -> None:
         self._api, self._store, self._metrics = api, store, metrics
@@ -88,7 +80,6 @@ class Provisioner:
         self._supported: dict[str, float] = {}
 
     def forget(self, uid: str) -> None:
-        """That job is no more."""
         self._supported.pop(uid, None)
 
     async def check(self, job: Job, action: CheckTemplates) -> TemplateVerdict:
@@ -189,7 +180,6 @@ class Provisioner:
         """See to Secret, disruption budget and network policy, once; why not, if one of them cannot be made.
 
         Args:
-            job: whose they are.
             missing: whether a pod lacks something that it names: the Secret, perhaps.
         """
         seen_to = self._supported.get(job.uid)

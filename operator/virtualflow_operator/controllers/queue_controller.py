@@ -59,13 +59,9 @@ class QueueController:
     """The operator's work on queues; ``decide`` is what the work-queue runs for a queue's key.
 
     Args:
-        api: the API server.
-        store: what the watches have told.
         links: the connections to the coordinators, which know who is alive on a node that looks lost.
         wake: called with each job whose grant has changed.
         wake_queue: has a queue decided about.
-        metrics: what is shown of queues.
-        settings: the operator's.
     """
 
     def __init__(
@@ -284,7 +280,6 @@ class QueueController:
         return now + patience if usable else -math.inf
 
     async def _write_status(self, queue: Queue, status: QueueStatus) -> None:
-        """Write the status if it differs."""
         patch = merge_patch(queue.raw.get("status") or {}, write_queue_status(status))
         if not patch:
             return

@@ -37,7 +37,6 @@ class Undiffed(kopf.DiffBaseStorage):
     """
 
     def build(self, *, body: kopf.Body, extra_fields: object = None) -> kopf.BodyEssence:
-        """Return nothing of the object."""
         return kopf.BodyEssence()
 
     def fetch(self, *, body: kopf.Body) -> None:
@@ -134,31 +133,26 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 @kopf.on.event(GROUP, VERSION, PLURAL)
 async def on_job(event: Any, memo: kopf.Memo, **_: Any) -> None:
-    """A job was made, changed or deleted."""
     memo["manager"].see_job(event["type"], event["object"])
 
 
 @kopf.on.event("v1", "pods")
 async def on_pod(event: Any, memo: kopf.Memo, **_: Any) -> None:
-    """A pod of a job has changed."""
     memo["manager"].see_pod(event["type"], event["object"])
 
 
 @kopf.on.event("v1", "services")
 async def on_service(event: Any, memo: kopf.Memo, **_: Any) -> None:
-    """A coordinator's service has changed."""
     memo["manager"].see_service(event["type"], event["object"])
 
 
 @kopf.on.event("v1", "nodes")
 async def on_node(event: Any, memo: kopf.Memo, **_: Any) -> None:
-    """A node was cordoned, tainted, lost or found."""
     memo["manager"].see_node(event["type"], event["object"])
 
 
 @kopf.on.event(GROUP, VERSION, QUEUE_PLURAL)
 async def on_queue(event: Any, memo: kopf.Memo, **_: Any) -> None:
-    """A queue was made, changed or deleted."""
     memo["manager"].see_queue(event["type"], event["object"])
 
 

@@ -153,7 +153,6 @@ class WorkQueue(Generic[K]):
         return 0.0 if oldest is None else max(0.0, self._now() - max(oldest, self._moved_at))
 
     def __len__(self) -> int:
-        """Keys that are known: due, to come and running."""
         return len(self._later) + len(self._ready) + len(self._running)
 
     def stop(self) -> None:

@@ -34,8 +34,6 @@ class ReadEvents:
 
 @dataclass(frozen=True)
 class CreateService:
-    """The coordinator's Service."""
-
     manifest: Object
 
 
@@ -49,14 +47,11 @@ class PointService:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """A worker or coordinator."""
-
     role: str
     manifest: Object
 
     @property
     def name(self) -> str:
-        """The pod's name."""
         name: str = self.manifest["metadata"]["name"]
         return name
 
@@ -131,21 +126,13 @@ LINGER_GRACE = 10.0
 
 
 class Draft:
-    """A plan in the making: the rules add to it, one after the other.
-
-    Args:
-        job: as it is admitted.
-        status: its status, with what is allocated to it.
-    """
+    """A plan in the making: the rules add to it, one after the other."""
 
     def __init__(self, job: Job, status: JobStatus) -> None:
         self.status = status
-        """As far as it is decided."""
         self.calls: list[Call] = []
         self.written_calls: list[Call] = []
-        """See :class:`JobPlan`."""
         self.recoveries: set[str] = set()
-        """See :class:`JobPlan`."""
         self.actions: list[Action] = []
         self.events: list[EventMessage] = []
         self.wakes: list[float] = []
@@ -154,7 +141,6 @@ class Draft:
         """Uids of the pods that this decision deletes."""
 
     def amend(self, **changes: Any) -> None:
-        """Change fields of the status."""
         self.status = msgspec.structs.replace(self.status, **changes)
 
     def delete(self, pod: Pod, reason: str, cause: str, grace: float | None = None) -> None:

@@ -87,7 +87,6 @@ class AdmissionWait:
     whose: str
     """For what it waits, behind "It waits"."""
     reason: str
-    """Of its conditions."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class Admitted:
     limit_reason: str = reasons.EFFICIENT
     """Of its condition ``Progressing`` in that case."""
     still: bool = False
-    """Whether no pod may be made at present: it is not known where and how many."""
 
     @property
     def decision(self) -> str:
@@ -122,13 +120,7 @@ class Admission:
     """Who admits a job: nobody, so it runs at once with what its user wants, as long as each worker is worth it."""
 
     def admit(self, job: Job, *, sound: bool, now: float) -> Admitted:
-        """Say what a job may have.
-
-        Args:
-            job: as its user has specified it.
-            sound: whether its specification makes sense.
-            now: Unix seconds.
-        """
+        """Say what a job may have."""
         if not job.spec.elasticity.min_efficiency:
             return Admitted(job)
         return _as_far_as_efficient(job)
@@ -144,24 +136,13 @@ class Admission:
         sound: bool,
         now: float,
     ) -> None:
-        """Ask whoever admits the job for what it is to have, give back what it has left, and say how it does.
-
-        Args:
-            job: as its user has specified it.
-            admitted: what was admitted.
-            pods: all that bear its label.
-            draft: what is decided; what is asked for is added.
-            status: the job's, as it is about to be written.
-            sound: whether its specification makes sense.
-            now: Unix seconds.
-        """
+        """Ask whoever admits the job for what it is to have, give back what it has left, and say how it does."""
 
 
 AT_ONCE = Admission()
 
 
 def _as_far_as_efficient(job: Job) -> Admitted:
-    """The job with no more workers than are worth it by its ``minEfficiency``."""
     spec, limit = job.spec, ""
     percent = spec.elasticity.min_efficiency
     efficient = efficient_limit(job.status.scaling, percent, spec.desired)
@@ -173,7 +154,6 @@ def _as_far_as_efficient(job: Job) -> Admitted:
 
 
 def with_workers(job: Job, workers: int) -> Job:
-    """The job with so many workers, as by ``kubectl scale``."""
     return replace(job, spec=msgspec.structs.replace(job.spec, replicas=workers))
 
 
@@ -201,6 +181,5 @@ def with_allocation(status: JobStatus, job: Job, admitted: Admitted, now: float)
 
 
 def describe_allocation(allocation: AllocationStatus) -> str:
-    """How many workers of which queue, and why."""
     count = counted(allocation.workers, "worker") if allocation.workers else "No workers"
     return f"{count} of the queue {allocation.queue}: {allocation.reason}"

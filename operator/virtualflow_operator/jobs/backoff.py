@@ -17,7 +17,6 @@ from virtualflow_operator.settings import CrashSettings
 
 
 def uncounted(failures: Failures, crashed: Collection[Pod]) -> list[Pod]:
-    """Crashed pods that are not in the books yet."""
     return [pod for pod in crashed if pod.uid not in failures.counted]
 
 
@@ -27,12 +26,7 @@ def count_crash(
     """Put these crashed pods into the books.
 
     Args:
-        failures: what was counted before.
         crashed: all crashed pods that still exist; the counted ones stay in the books as long as they do.
-        step: the step that the job has reached.
-        message: why, in words.
-        now: Unix seconds.
-        settings: the back-off.
     """
     uids = tuple(sorted({*failures.counted, *(pod.uid for pod in crashed)}))
     if not _of_another_round(failures, crashed):
@@ -54,12 +48,7 @@ def count_refusal(
     That is nobody's crash, but one that is refused again and again is waited for longer and longer.
 
     Args:
-        failures: what was counted before.
-        crashed: all crashed pods that still exist.
         refused: all refused ones that still exist.
-        message: why, in words.
-        now: Unix seconds.
-        settings: the back-off.
     """
     uids = tuple(sorted(pod.uid for pod in (*crashed, *refused) if pod.uid in failures.counted or pod in refused))
     if not uncounted(failures, refused):

@@ -21,7 +21,6 @@ _DIGITS = 6
 MAX_MESSAGE = 4_096
 """Characters of a condition's message; the API takes 32,768, people less."""
 _CORRECTABLE = (reasons.INVALID_SPEC, reasons.TEMPLATE_REJECTED, reasons.CREATION_REFUSED, reasons.NAME_TAKEN)
-"""Reasons of ``Progressing`` that somebody has to do something about."""
 Aspect = tuple[ConditionType, Truth, str, str]
 """A condition that is to be: its type, status, reason and message."""
 
@@ -61,8 +60,6 @@ def with_kstatus(status: JobStatus, job: Job, now: float, *, waits: bool) -> Job
 
     Args:
         status: the job's next one, but for these.
-        job: the job.
-        now: Unix seconds.
         waits: whether it has no workers because whoever admits it has decided so.
     """
     ready, progressing = status.condition("Ready"), status.condition("Progressing")
@@ -91,18 +88,12 @@ def with_kstatus(status: JobStatus, job: Job, now: float, *, waits: bool) -> Job
 
 
 def shown_loss(metrics: Mapping[str, Metric]) -> str | None:
-    """The loss as a status has it, if the training tells of one."""
     loss = metrics.get("loss")
     return None if loss is None else show_metric(loss, _DIGITS)
 
 
 def training_health(status: JobStatus, told: Status | TerminationMessage | None) -> list[Aspect]:
-    """The conditions that there are to be beside those that every job has.
-
-    Args:
-        status: the job's last one.
-        told: by the coordinator, or by a worker as it ended.
-    """
+    """The conditions that there are to be beside those that every job has."""
     finite = _finite(told.metrics, told.non_finite) if told is not None else None
     checkpoint = told.checkpoint if isinstance(told, Status) else None
     saved = _saved(status, checkpoint) if checkpoint is not None else None
@@ -163,6 +154,5 @@ def _offloads(status: JobStatus, told: Status) -> Aspect | None:
 
 
 def _former(status: JobStatus, kind: ConditionType) -> Aspect | None:
-    """What was said before, as long as there is no other news."""
     known = status.condition(kind)
     return None if known is None else (kind, known.status, known.reason, known.message)

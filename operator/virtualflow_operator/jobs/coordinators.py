@@ -24,8 +24,6 @@ def keep_coordinator(facts: JobFacts, draft: Draft, *, accepted: bool) -> None:
     """Keep one coordinator.
 
     Args:
-        facts: what there is.
-        draft: what is decided.
         accepted: whether the API server takes the present templates: only then is one replaced for its template.
     """
     service, pods = facts.scene.service, facts.pods
@@ -58,7 +56,6 @@ def keep_coordinator(facts: JobFacts, draft: Draft, *, accepted: bool) -> None:
 
 
 def _is_lost(pod: Pod, facts: JobFacts, draft: Draft, accepted: bool) -> bool:
-    """Whether a coordinator that should run is of no use any more."""
     if accepted and pod.template != facts.hashes.coordinator:
         return True
     link = facts.link if facts.link is not None and facts.link.pod == pod.uid else None
@@ -94,7 +91,6 @@ def tell_who_may_train(facts: JobFacts, draft: Draft) -> None:
 
 
 def tell_scale(facts: JobFacts, draft: Draft) -> None:
-    """Tell the coordinator how many workers there are to be."""
     remote = facts.remote
     if not facts.connected or remote is None or remote.phase in ("done", "stopped", "failed"):
         return
@@ -122,7 +118,6 @@ def may_train(facts: JobFacts, *, of_this_attempt: bool) -> list[Pod]:
     """Pods that may be in a generation, or whose coordinator may let others begin.
 
     Args:
-        facts: what there is.
         of_this_attempt: whether those of the attempt under way may, and not only those of former ones.
     """
     pods = list(facts.pods.stale)

@@ -30,7 +30,6 @@ _DOUBTED_NODES = 8
 
 
 def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
-    """The training is complete and its script has ended, by the coordinator's word or else by its workers'."""
     remote = facts.remote
     ended = facts.witnesses
     if remote is not None and remote.phase == "done":
@@ -46,7 +45,6 @@ def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
 
 
 def out_of_time(facts: JobFacts, draft: Draft) -> JobStatus | None:
-    """The job was not done in its time."""
     started, startup = parse_time(draft.status.start_time), facts.spec.elasticity.startup_deadline_seconds
     over = facts.spec.active_deadline_seconds
     if started is None or facts.spec.suspend or (startup is None and over is None):
@@ -122,7 +120,6 @@ def attempt_failed(facts: JobFacts, draft: Draft) -> JobStatus | None:
 
 
 def _made_steps(facts: JobFacts, draft: Draft) -> int:
-    """How many steps the job is known to have made, in all runs of the script."""
     remote = facts.remote
     earlier = draft.status.earlier_steps if remote is None else remote.earlier_steps
     return earlier + (known_step(draft.status, remote) or 0)
@@ -191,7 +188,6 @@ def _stopped(facts: JobFacts, draft: Draft, found: NonFinite) -> JobStatus:
 
 
 def _explain_failure(remote: Status, convicted: Sequence[ClassifiedPod]) -> str:
-    """The error, where the workers ran that were found to be wrong, and the traceback's last lines."""
     message = remote.error or "the workers do not say why"
     for worker in convicted:
         message += f"; {worker.pod.name} ran on node {worker.pod.node}, and the job keeps off that node where it can"

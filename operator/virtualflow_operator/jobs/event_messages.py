@@ -42,17 +42,14 @@ def convicted(why: str) -> EventMessage:
 
 
 def draining(workers: Iterable[str], why: str) -> EventMessage:
-    """Workers are relieved."""
     return EventMessage(reasons.DRAINING, f"draining {_listed(workers)}: {why}")
 
 
 def created(workers: Iterable[str]) -> EventMessage:
-    """Workers were made."""
     return EventMessage(reasons.CREATED, f"created {_listed(workers)}")
 
 
 def crashed(why: str) -> EventMessage:
-    """A worker ended in the user's code."""
     return EventMessage(reasons.CRASHED, why, warning=True)
 
 
@@ -62,12 +59,10 @@ def attempt_failed(attempt: int, why: str) -> EventMessage:
 
 
 def coordinator_replaced() -> EventMessage:
-    """The job's coordinator is lost."""
     return EventMessage(reasons.COORDINATOR_LOST, "the coordinator is replaced; training goes on without it meanwhile")
 
 
 def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> list[EventMessage]:
-    """What a person would want to know of the way from one status to the next."""
     found = [_of_change(change) for change in changes if change.cause != "start"]
     if new.phase == "Running" and old.phase != "Running" and not changes:
         again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
@@ -128,7 +123,6 @@ def _of_change(change: Change) -> EventMessage:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Names as a sentence has them, however many there are."""
     shown = list(names)
     if len(shown) > 8:
         shown = [*shown[:7], f"{len(shown) - 7} more"]

@@ -42,13 +42,7 @@ _NOT_SAVED = "The job is not suspended. It has no spec.checkpoint: a suspension 
 
 
 def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = None) -> JobStatus:
-    """The status of a job that is not over, from what there is and what the coordinator says.
-
-    Args:
-        facts: what there is.
-        status: as far as it was decided already.
-        plan: what is to be done about the number of workers, if that was decided.
-    """
+    """The status of a job that is not over, from what there is and what the coordinator says."""
     spec, remote, workers = facts.spec, facts.remote, facts.pods.workers
     live = [w for w in workers if w.pod.live and w.fate in ("healthy", "planned", "stuck", "announced")]
     if remote is not None and facts.connected:
@@ -136,7 +130,6 @@ def _newest_checkpoint(status: JobStatus, checkpoint: CheckpointState | None) ->
 
 
 def _memory_copy(copy: MemoryCopyState | None) -> dict[str, Any]:
-    """What is told of the copy in the coordinator's memory; it is gone when nothing is."""
     if copy is None:
         return NO_MEMORY_COPY
     return {
@@ -334,7 +327,6 @@ def _cannot_start(pod: Pod, facts: JobFacts) -> str:
 
 
 def _why_not(pod: Pod, facts: JobFacts) -> str:
-    """Why a pod that should run does not, if that can be told."""
     why = _cannot_start(pod, facts)
     if why:
         return f"{pod.name} cannot start: {why}"

@@ -102,7 +102,6 @@ def selector(job: Job) -> str:
 
 
 def labels(job: Job, role: str) -> dict[str, str]:
-    """Labels that every object of a job bears."""
     return {
         LABEL_NAME: APP_NAME,
         LABEL_INSTANCE: job.name,
@@ -132,11 +131,7 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
     """The pod of a worker.
 
     Args:
-        job: whose worker it is.
-        group: whose template it is made from.
-        ordinal: the number in its name.
         address: the coordinator's, without a port.
-        settings: the operator's.
     """
     template = without_nulls(group.template)
     spec: Object = template.get("spec") or {}
@@ -323,7 +318,6 @@ def service(job: Job, ordinal: int) -> Object:
 
 
 def service_selector(job: Job, ordinal: int) -> dict[str, str]:
-    """The labels of the coordinator's pod with that ordinal."""
     return {LABEL_JOB: job.name, LABEL_ROLE: COORDINATOR, LABEL_ORDINAL: str(ordinal)}
 
 
@@ -378,7 +372,6 @@ def network_policy(job: Job, settings: OperatorSettings) -> Object:
 
 
 def workload_metadata(job: Job, name: str) -> Object:
-    """Name, labels and owner of a Workload of Kueue's that asks for the job's pods."""
     return _metadata(job, name, "workload")
 
 
@@ -437,15 +430,12 @@ def coordinator_hash(job: Job) -> str:
 
 @dataclass(frozen=True)
 class TemplateHashes:
-    """What a job's pods are made from, computed once for a decision."""
-
     groups: Mapping[str, str]
     coordinator: str
     all: str
 
 
 def hash_templates(job: Job) -> TemplateHashes:
-    """All hashes of a job's templates."""
     groups, coordinator = [template_hash(job, group) for group in job.spec.worker_groups], coordinator_hash(job)
     names = (group.name for group in job.spec.worker_groups)
     return TemplateHashes(dict(zip(names, groups, strict=True)), coordinator, hash_of([coordinator, *groups]))

@@ -37,8 +37,6 @@ class _Affinity(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class _Wishes(msgspec.Struct, frozen=True, rename="camel"):
-    """What a pod says of its node."""
-
     node_selector: dict[str, str] | None = None
     affinity: _Affinity | None = None
 
@@ -50,12 +48,7 @@ class _Wishes(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def could_take(spec: Object, node: Node) -> bool:
-    """Whether a node could take a pod if nothing else ran there; no, where that cannot be told.
-
-    Args:
-        spec: the pod's, as its manifest has it.
-        node: any.
-    """
+    """Whether a node could take a pod if nothing else ran there; no, where that cannot be told."""
     fit = not node.gone and not unfitness(node, [tolerated_keys(spec)])
     return fit and _meets(spec, node, if_unknown=False)
 
@@ -64,10 +57,6 @@ def is_made_for(spec: Object, nodes: Iterable[Node]) -> bool:
     """Whether any of these nodes is one for a pod, whatever is the matter with it at present.
 
     Yes, where that cannot be told, and where there is none: what the next one will be like is not known.
-
-    Args:
-        spec: the pod's, as its manifest has it.
-        nodes: of one kind.
     """
     there, keys = False, tolerated_keys(spec)
     for node in nodes:
@@ -79,7 +68,6 @@ def is_made_for(spec: Object, nodes: Iterable[Node]) -> bool:
 
 
 def _meets(spec: Object, node: Node, *, if_unknown: bool) -> bool:
-    """Whether the node is large enough and has the labels that the pod demands."""
     try:
         wishes = msgspec.convert(spec, _Wishes)
     except msgspec.ValidationError:

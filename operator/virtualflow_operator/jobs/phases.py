@@ -31,7 +31,6 @@ NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": 
 
 
 def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
-    """A specification that makes no sense; what runs goes on."""
     message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
     kinds: tuple[ConditionType, ...] = ("Progressing",) if status.phase == "Running" else ("Progressing", "Degraded")
     truths: dict[ConditionType, Truth] = {"Progressing": "False", "Degraded": "True"}
@@ -62,7 +61,6 @@ def limited(status: JobStatus, job: Job, admitted: Admitted, now: float) -> JobS
 
 
 def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """All workers start again, after a wait."""
     message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
     status = msgspec.structs.replace(status, phase="BackOff", ready_replicas=0, workers=f"0/{job.spec.desired}")
     return amend(
@@ -76,7 +74,6 @@ def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:
 
 
 def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """The workers are leaving."""
     status = msgspec.structs.replace(status, phase="Suspending")
     return amend(
         status,
@@ -92,7 +89,6 @@ def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
 
 
 def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """The workers have left."""
     status = msgspec.structs.replace(
         status,
         phase="Suspended",
@@ -160,7 +156,6 @@ def queued(status: JobStatus, job: Job, wait: AdmissionWait, now: float) -> JobS
 
 
 def finishing(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """The training is complete and the script goes on."""
     message = f"The training is complete after {status.step or 0} steps; the job is when its script has ended."
     status = msgspec.structs.replace(status, phase="Running")
     return amend(
@@ -173,7 +168,6 @@ def finishing(status: JobStatus, job: Job, now: float) -> JobStatus:
 
 
 def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, now: float) -> JobStatus:
-    """The training is over, and this came of it, in the coordinator's words or a worker's."""
     status = msgspec.structs.replace(
         status,
         phase="Complete",
@@ -191,7 +185,6 @@ def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, no
 
 
 def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:
-    """The job has failed for good."""
     status = msgspec.structs.replace(status, phase="Failed", ready_replicas=0, completion_time=format_time(now))
     return _over(status, job, now, reason, f"{message[:1].upper()}{message[1:]}", "Failed")
 

@@ -76,7 +76,6 @@ def find_disruption(
     """What the cluster has in store for a pod that has not finished, if anything.
 
     Args:
-        pod: not finished.
         node: where it runs; ``None``: it has no node yet, or nothing is known of it.
         standing: how the coordinator sees its worker; what it hears from is not lost.
         extra_taints: keys of further taints that announce a loss.
@@ -181,8 +180,6 @@ class ClassifiedPod:
 
 @dataclass(frozen=True)
 class PodClassification:
-    """All pods that bear a job's label."""
-
     workers: tuple[ClassifiedPod, ...]
     """Of the attempt under way."""
     stale: tuple[Pod, ...]
@@ -228,12 +225,8 @@ def classify_pods(
     """Sort the pods of ``job``.
 
     Args:
-        job: whose they are.
-        pods: all that bear its label.
         nodes: by name; ``None``: the operator may not look at nodes.
         link: to the coordinator of the attempt, if there is one.
-        now: Unix seconds.
-        settings: the operator's.
         templates: the hash of each group's template; ``None``: no pod is to go because of its template.
     """
     own = [pod for pod in pods if pod.owner == job.uid]

@@ -48,7 +48,6 @@ def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> JobPlan:
 
 
 def _plan(facts: JobFacts, draft: Draft, status: JobStatus) -> JobPlan:
-    """All that was decided, with the job's next status."""
     old = facts.scene.job.status
     changes = fresh_changes(old, status, facts.remote)
     return JobPlan(

@@ -28,8 +28,6 @@ def remember(known: Sequence[Measured], remote: Status | None, kinds: Mapping[st
     moves that halfway, in ratio.
 
     Args:
-        known: what was.
-        remote: what the coordinator says.
         kinds: of the device of each worker that has a pod, by its name.
     """
     if remote is None or remote.phase != "training" or remote.proposed is not None or not remote.step_ms:
@@ -74,7 +72,6 @@ def computing_of(point: Measured) -> float:
 
 
 def _positive(text: str) -> float:
-    """A number above 0; 0: it is none."""
     try:
         number = float(text)
     except ValueError:
@@ -83,7 +80,6 @@ def _positive(text: str) -> float:
 
 
 def no_further(percent: int) -> str:
-    """Why a job does not grow beyond its efficient limit, in words."""
     return f"a further worker brings, as measured, less than minEfficiency ({percent} %) of what one gave at first"
 
 
@@ -96,10 +92,7 @@ def efficient_limit(known: Sequence[Measured], percent: int, most: int, kind: st
     found: it costs a resize, which costs one step.
 
     Args:
-        known: what was measured.
         percent: ``spec.elasticity.minEfficiency``; 0: no limit.
-        most: the most workers that the job may have otherwise.
-        kind: of the device.
     """
     points = sorted((point.workers, speed_of(point)) for point in known if point.kind == kind and speed_of(point) > 0)
     if not percent or len(points) < 2:

@@ -41,8 +41,6 @@ class PodEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """All that is known of a job."""
-
     job: Job
     pods: tuple[Pod, ...] = ()
     """All that bear the job's label."""
@@ -51,7 +49,6 @@ class Scene:
     service: Service | None = None
     """The job's own before its coordinator."""
     orphaned_service: bool = False
-    """Whether one of that name is nobody's."""
     nodes: Mapping[str, Node] | None = None
     """``None``: the operator may not look at nodes."""
     link: CoordinatorLink | None = None
@@ -81,12 +78,10 @@ class JobFacts:
 
     @property
     def job(self) -> Job:
-        """The job as it is admitted."""
         return self.admitted.job
 
     @property
     def spec(self) -> JobSpec:
-        """Its specification."""
         return self.admitted.job.spec
 
     @property
@@ -118,12 +113,10 @@ class JobFacts:
 
     @property
     def remote(self) -> Status | None:
-        """What the coordinator said last."""
         return self.link.status if self.link is not None else None
 
     @property
     def connected(self) -> bool:
-        """Whether the coordinator is to be reached."""
         return self.link is not None and self.link.connected
 
     @property
@@ -153,7 +146,6 @@ def _starts(pod: Pod) -> bool:
 
 
 def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> JobFacts:
-    """See what follows from a scene."""
     faults = scene.job.faults
     admitted = scene.admission.admit(scene.job, sound=not faults, now=now)
     attempt = scene.job.status.attempt

@@ -19,8 +19,6 @@ from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 
 
 class NewWorker(NamedTuple):
-    """A worker that is to be made."""
-
     group: WorkerGroup
     ordinal: int
     kind: str = ""
@@ -29,11 +27,8 @@ class NewWorker(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What to do about the number of workers."""
-
     create: tuple[NewWorker, ...] = ()
     retire: tuple[ClassifiedPod, ...] = ()
-    """Whom to relieve."""
     withdraw: tuple[ClassifiedPod, ...] = ()
     """Those that never ran and are not needed any more."""
 
@@ -55,10 +50,8 @@ def plan_workers(
     """Bring the number of workers to ``desired``.
 
     Args:
-        desired: how many there are to be.
         workers: those that run or may run: healthy, planned and stuck ones count, others are ignored.
         groups: in order of preference.
-        names: names of pods that are taken.
         prefix: what names of workers begin with: the job's name.
         refused: whether the API server lets no further pod be made at present (a quota, usually).
         surge: whether there may be one more than ``desired``, so that a successor comes before its predecessor leaves.
@@ -135,8 +128,6 @@ def _relieve_in_place(
 
 
 class _Rank(NamedTuple):
-    """What makes one worker more dispensable than another that is as far."""
-
     groups: Mapping[str, int]
     """The place of each group in the order of preference."""
     crowds: Mapping[str, int]

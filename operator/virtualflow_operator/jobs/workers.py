@@ -100,8 +100,6 @@ def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     """Make workers that are missing and relieve those that are not needed.
 
     Args:
-        facts: what there is.
-        draft: what is decided.
         waiting: whether nothing is made yet, because of a crash.
     """
     placement = facts.admitted.placement
@@ -134,7 +132,6 @@ def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:
 
 
 def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> None:
-    """Make new workers."""
     made = [
         (new, manifests.worker_pod(draft.job, new.group, new.ordinal, address, facts.settings)) for new in plan.create
     ]
@@ -147,7 +144,6 @@ def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> None
 
 
 def _leaving_nodes(facts: JobFacts) -> Mapping[str, Node]:
-    """Nodes from which workers are taken away."""
     taints = {*TERMINATION_TAINTS, *facts.settings.extra_taints}
     return {
         name: node
@@ -210,8 +206,6 @@ def keep_off_doubted(pod: Object, doubted: Sequence[str], nodes: Mapping[str, No
     Where none could, or none is known, it is a preference, so that a cluster of one node goes on.
 
     Args:
-        pod: its manifest, which is changed.
-        doubted: their names.
         nodes: by name; ``None``: the operator may not look at nodes.
     """
     if not doubted:
@@ -227,7 +221,6 @@ def keep_off_doubted(pod: Object, doubted: Sequence[str], nodes: Mapping[str, No
 
 
 def _exclude(spec: Object, names: Iterable[str]) -> None:
-    """Demand a node of another name."""
     affinity = spec.setdefault("affinity", {})
     required = affinity.setdefault("nodeAffinity", {}).setdefault(
         "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}

@@ -118,8 +118,6 @@ class ObjectCache(Generic[V]):
 
 
 class Store:
-    """All that the operator has been told."""
-
     def __init__(self) -> None:
         self.jobs: ObjectCache[Object] = ObjectCache(lambda body: body)
         self.pods: ObjectCache[tuple[Key, Pod]] = ObjectCache(lambda body: (_must(key_of(body)), read_pod(body)))
@@ -140,17 +138,14 @@ class Store:
         self._gone_nodes: dict[str, float] = {}
 
     def job(self, key: Key) -> Object | None:
-        """The job as it was last seen."""
         entry = self.jobs.entries.get(key)
         return entry.value if entry is not None else None
 
     def queue(self, name: str) -> Queue | None:
-        """The queue as it was last seen."""
         entry = self.queues.entries.get(("", name))
         return entry.value if entry is not None else None
 
     def pods_of(self, key: Key) -> tuple[Pod, ...]:
-        """Pods that bear the job's label."""
         return tuple(self._pods_of.get(key, {}).values())
 
     def crowds_of(self, key: Key) -> Mapping[str, int]:
@@ -176,7 +171,6 @@ class Store:
         return recently or any(pod.terminating for pod in self.pods_of(key))
 
     def service_of(self, key: Key, name: str) -> Service | None:
-        """The service before a job's coordinator."""
         entry = self.services.entries.get((key[0], name))
         return entry.value[1] if entry is not None and entry.value[0] == key else None
 
@@ -219,7 +213,6 @@ class Store:
         return key
 
     def replace_pods(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> set[Key]:
-        """Take in a list of pods; the jobs that are concerned."""
         before = {place: entry.value for place, entry in self.pods.entries.items()}
         changed = self.pods.replace([b for b in bodies if key_of(b)], begun, within)
         concerned: set[Key] = set()
@@ -238,7 +231,6 @@ class Store:
         return concerned
 
     def replace_services(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> set[Key]:
-        """Take in a list of services; the jobs that are concerned."""
         before = {place: entry.value[0] for place, entry in self.services.entries.items()}
         changed = self.services.replace([b for b in bodies if key_of(b)], begun, within)
         entries = self.services.entries
@@ -247,7 +239,6 @@ class Store:
         return gone | {entries[place].value[0] for place in changed if place in entries}
 
     def remove_service(self, namespace: str, name: str, uid: str = "") -> Key | None:
-        """Forget a service; the job that it belonged to."""
         known = self.services.entries.get((namespace, name))
         if known is None or not self.services.remove(namespace, name, uid):
             return None
@@ -263,7 +254,6 @@ class Store:
         return set(self._jobs_on.get(name, ())) if before != after else set()
 
     def remove_node(self, name: str, uid: str = "") -> set[Key]:
-        """Take note that a node was deleted; the jobs that have pods there."""
         if not self.nodes.remove("", name, uid):
             return set()
         return self._note_gone({name})

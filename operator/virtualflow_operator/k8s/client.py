@@ -83,11 +83,9 @@ class KubeApi:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.close()
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
-        """Return one object."""
         return await self._request("GET", resource, resource.path(namespace, name))
 
     async def list(

@@ -58,12 +58,7 @@ class EventApi(Protocol):
 
 
 class TokenBucket:
-    """Tokens that come back with time.
-
-    Args:
-        burst: how many there are at most.
-        refill: how many come back in a second.
-    """
+    """Tokens that come back with time."""
 
     def __init__(self, burst: float, refill: float) -> None:
         self._burst, self._refill = burst, refill
@@ -100,8 +95,6 @@ class _Allowance:
 
 @dataclass(frozen=True)
 class _Written:
-    """An event that exists, as far as is known."""
-
     count: int
     at: float
 
@@ -110,11 +103,7 @@ class EventRecorder:
     """Writes events on jobs.
 
     Args:
-        api: the API server.
-        remembered: jobs and events; the longest unused go first.
         instance: which replica says it, usually the pod's name.
-        clock: steady, in seconds.
-        wall: for the timestamps.
     """
 
     def __init__(
@@ -137,9 +126,7 @@ class EventRecorder:
         """Write an event on ``job``, or count up the one that says the same; raises nothing that the API server does.
 
         Args:
-            job: the resource as the API server gave it; its metadata is what counts.
             kind: ``Warning`` for what somebody may have to act on.
-            reason: one word in CamelCase.
             message: a sentence; it is cut where the API server's limit is.
         """
         metadata = job["metadata"]
@@ -250,7 +237,6 @@ class _Latest(Generic[V]):
 
 
 def event_name(job: str, uid: str, reason: str, message: str) -> str:
-    """Return the name of the event that says this of this very job."""
     digest = hashlib.sha256("\0".join((uid, reason, message)).encode("utf-8", "replace")).hexdigest()[:16]
     return f"{job[:MAX_PREFIX].rstrip('-.')}.{digest}"
 

@@ -113,10 +113,7 @@ def decide(seen: Observation, acquired: str | None, now: float, settings: LeaseS
     """Decide what a candidate does about the record that it has just read.
 
     Args:
-        seen: the record, and since when it is as it is.
         acquired: the moment that this process wrote, or tried to write, when it last took the lease.
-        now: by the same steady clock as ``seen``.
-        settings: names and durations.
     """
     record = seen.record
     if record is None:
@@ -174,11 +171,9 @@ class Elector:
 
     Args:
         api: of its own, so that no other request stands before the renewal.
-        settings: names and durations.
         on_lost: called once with the reason when the lease could not be renewed in time or is another's;
             :func:`leave_the_lease` in the operator.
         on_wait: called with the reason each time that there is another one to wait.
-        clock: steady, in seconds.
         wall: for the record's times, which people read and programs only compare for being equal.
         uniform: a number from 0 to 1, for the jitter.
     """
@@ -391,9 +386,7 @@ class LeaseThread:
 
     Args:
         connect: makes the connection; awaited in the thread, and closed there.
-        settings: names and durations.
-        on_lost: as the elector's; called in the thread.
-        on_wait: likewise.
+        on_wait: likewise, as on_lost.
     """
 
     def __init__(
@@ -438,23 +431,18 @@ class LeaseThread:
 
     @property
     def problem(self) -> str | None:
-        """Why the lease could not be read or written at the last try; ``None`` when it could."""
         return self._elector.problem if self._elector is not None else None
 
     def leads(self) -> bool:
-        """Whether this process holds the lease, and surely still does."""
         return self._elector is not None and self._elector.leads()
 
     async def acquire(self) -> None:
-        """Wait until this process holds the lease."""
         await self._there(self._known().acquire())
 
     async def hold(self) -> None:
-        """Renew the lease until this call is cancelled."""
         await self._there(self._known().hold())
 
     async def release(self) -> None:
-        """Give the lease back, if this process holds it."""
         await self._there(self._known().release())
 
     def _known(self) -> Elector:

@@ -123,7 +123,6 @@ class _Lines:
             yield self._bounded(b"".join(rest))
 
     def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
-        """Yield whole lines, as they come."""
         return self.iter_any()
 
 
@@ -144,11 +143,7 @@ def _objects_cut(text: bytes) -> Iterator[tuple[str, Object]]:
 
 
 class DeepObjects:
-    """Says once of each object, and of each change of what it asks for, that it was cut.
-
-    Args:
-        count: called with its kind.
-    """
+    """Says once of each object, and of each change of what it asks for, that it was cut."""
 
     def __init__(self, count: Callable[[str], None]) -> None:
         self._count = count

@@ -30,8 +30,6 @@ async def relist(
     Both are called as soon as a list is in, so that nothing is lost should a later one fail.
 
     Args:
-        api: the API server.
-        store: what the watches have told.
         namespaces: which to look at; none: all.
         wake: called for jobs of which a list tells what no watch has told.
         visit: called for all jobs: nothing is known to be the matter with them.

@@ -20,7 +20,6 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """``apiVersion`` of its objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     @property

@@ -71,7 +71,6 @@ class KueueAdmission(Admission):
         sound: bool,
         now: float,
     ) -> None:
-        """Ask Kueue for quota, and give it back."""
         asked = self.otherwise.admit(job, sound=sound, now=now).job
         request = QuotaRequest(
             job, asked, tuple(pods), self.kueue, self.settings, now, sound, admitted.wait is not None
@@ -100,7 +99,6 @@ class KueuePlacement(Placement):
                 add_to(pod, self.additions[worker.group.name])
 
     def place_coordinator(self, pod: Object) -> None:
-        """Likewise the coordinator."""
         if COORDINATOR in self.additions:
             add_to(pod, self.additions[COORDINATOR])
 
@@ -109,10 +107,7 @@ def _settle(job: Job, kueue: Kueue, shape: str | None, now: float, limit: str) -
     """Say what a job is to have.
 
     Args:
-        job: as it is without Kueue.
-        kueue: what is known of it.
         shape: the hash of what the job's pods ask for now; ``None``: its specification makes no sense.
-        now: Unix seconds.
         limit: why the job asks for fewer workers than its user.
     """
     if job.status.finished:

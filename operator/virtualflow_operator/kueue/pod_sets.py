@@ -35,8 +35,6 @@ def spread(workers: int, groups: Sequence[WorkerGroup], least: Mapping[str, int]
     """How many workers each group has, in the order of preference.
 
     Args:
-        workers: how many there are to be.
-        groups: the job's.
         least: how many of each there are to be in any case.
     """
     counts = {group.name: (least or {}).get(group.name, 0) for group in groups}
@@ -104,7 +102,6 @@ def add_to(pod: Object, more: PodAdditions) -> None:
     """Let a pod run where Kueue has given its job quota.
 
     Args:
-        pod: its manifest, which is changed.
         more: what the flavors and admission checks demand.
     """
     spec, metadata = pod["spec"], pod["metadata"]

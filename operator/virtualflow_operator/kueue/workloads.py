@@ -140,8 +140,6 @@ class PatchWorkload(AdmissionAction):
 
 @dataclass(frozen=True)
 class DeleteWorkload(AdmissionAction):
-    """That very Workload, with the quota that it has."""
-
     name: str
     uid: str
 
@@ -165,13 +163,7 @@ class QuotaRequest:
 
 
 def keep_workloads(request: QuotaRequest, draft: Draft, status: JobStatus) -> None:
-    """Ask Kueue for what the job is to have, give back what it has left, and say how it does.
-
-    Args:
-        request: what is known of the job and of Kueue.
-        draft: what is decided.
-        status: of the job, as it is about to be written.
-    """
+    """Ask Kueue for what the job is to have, give back what it has left, and say how it does."""
     kueue, job = request.kueue, request.job
     if kueue.trouble:
         return
@@ -429,7 +421,6 @@ def _amended(
 
 
 def _patch(draft: Draft, workload: Workload, change: Mapping[str, Any], subresource: Any = None) -> None:
-    """Change it if nobody has done so meanwhile."""
     version = workload.raw["metadata"].get("resourceVersion")
     metadata = {**change.get("metadata", {}), "uid": workload.uid, "resourceVersion": version}
     draft.actions.append(PatchWorkload(workload.name, {**change, "metadata": metadata}, subresource))

@@ -65,9 +65,7 @@ class HealthServer:
     Args:
         alive: asked by ``/healthz``; 503 restarts the container.
         ready: asked by ``/readyz``. A replica that stands by, and could lead, is ready.
-        metrics: shown on ``/metrics``.
         health_port: 0: any free one; :attr:`health_port` tells which.
-        metrics_port: likewise.
         host: the address to listen on; empty: all, of both families.
         judge: says by a request's ``Authorization`` header whether it may read the metrics; ``None``: everybody may.
     """

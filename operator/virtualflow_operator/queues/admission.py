@@ -85,12 +85,10 @@ class QueuePlacement(Placement):
 
     @property
     def crowds(self) -> Mapping[str, int]:
-        """Workers on nodes that the queue wants to fall idle."""
         return self.by.crowds
 
     @property
     def kinds_differ(self) -> bool:
-        """Whether the queue tells kinds of device apart."""
         return self.by.queue is not None and bool(self.by.queue.kinds)
 
     @property
@@ -120,7 +118,6 @@ class QueuePlacement(Placement):
     def find_lacking(
         self, workers: Sequence[ClassifiedPod], groups: Sequence[WorkerGroup], nodes: Mapping[str, Node] | None
     ) -> tuple[Sequence[str], Collection[tuple[str, str]]]:
-        """Find the kinds of those that are lacking."""
         lacking = lacking_kinds(self._given, workers)
         apart = (
             unsuitable([*self._given], groups, self.by.queue, nodes) if self.by.queue is not None and lacking else ()
@@ -159,7 +156,6 @@ def _wait(job: Job, why: str) -> AdmissionWait:
 
 
 def _write(grant: Grant) -> AllocationStatus:
-    """The decision as the job's status shows it."""
     return AllocationStatus(
         grant.queue,
         grant.workers,

@@ -50,8 +50,6 @@ from virtualflow_operator.settings import SchedulingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class QueueScene:
-    """All that a decision about a queue is made of."""
-
     queue: Queue | None
     """``None``: there is none of the name that the members give."""
     members: Sequence[QueueMember]
@@ -70,8 +68,6 @@ class QueueScene:
 
 @dataclass(frozen=True)
 class QueueDecision:
-    """What was decided."""
-
     grants: Mapping[Key, Grant]
     status: QueueStatus | None
     """``None``: there is no queue."""
@@ -130,7 +126,6 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
 def _capacity(
     scene: QueueScene, spec: QueueSpec, members: Sequence[QueueMember], units: Mapping[Key, int]
 ) -> QueueCapacity:
-    """What there is for these members."""
     if scene.nodes is None:
         return QueueCapacity()
     return measure_capacity(

@@ -39,13 +39,11 @@ def in_units(amount: str | float | Decimal, resource: str | None, *, up: bool) -
 
 
 def shown(units: int, resource: str | None) -> str:
-    """Units as people write them."""
     scale = scale_of(resource)
     return f"{units / scale:.10g}" if scale > 1 else str(units)
 
 
 def in_words(units: int, resource: str | None) -> str:
-    """Units with what they are of, as a sentence has them."""
     if resource is None:
         return counted(units, "worker")
     if resource == "memory":
@@ -89,7 +87,6 @@ class KindCapacity:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.on_demand + self.spot
 
 
@@ -109,22 +106,18 @@ class QueueCapacity:
 
     @property
     def on_demand(self) -> int:
-        """On nodes that stay."""
         return sum(kind.on_demand for kind in self.kinds.values())
 
     @property
     def spot(self) -> int:
-        """On spot nodes."""
         return sum(kind.spot for kind in self.kinds.values())
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.on_demand + self.spot
 
     @property
     def nodes(self) -> frozenset[str]:
-        """The nodes that are fit for work, of all kinds."""
         return frozenset().union(*(kind.nodes for kind in self.kinds.values()))
 
 
@@ -141,8 +134,6 @@ def measure_capacity(
     """Count what a queue has.
 
     Args:
-        spec: the queue's.
-        nodes: by name.
         others: units that pods which are not workers of the queue request on each node.
         alive: units of workers of the queue that train on nodes which look lost. After an outage of the API server all
             nodes look lost: those workers show that theirs are not.
@@ -190,8 +181,6 @@ def measure_capacity(
 
 @dataclass
 class _Count:
-    """Of one kind, while it is counted."""
-
     on_demand: int = 0
     spot: int = 0
     nodes: set[str] = field(default_factory=set)

@@ -14,7 +14,6 @@ class Grant:
     """What a queue has decided about one job."""
 
     uid: str
-    """Of the job."""
     queue: str
     workers: int
     reason: str
@@ -59,15 +58,9 @@ class Grant:
         """The next grant of the same job.
 
         Args:
-            workers: how many it has from now on.
-            reason: why.
-            code: the reason of the condition.
-            now: Unix seconds.
             kind: in whose share it is; ``None``: the same as before.
             kinds: its workers by kind; ``None``: as before, as long as it has any.
             partly: more are to follow as soon as those of others have left; the change is over when they have.
-            host: on whose devices they are.
-            lodgers: who is on its own.
         """
         moment = float(int(now))
         home = self.kind if kind is None else kind
@@ -84,12 +77,7 @@ class Grant:
 
 
 def known_grant(job: Job, created: float) -> Grant:
-    """What a job has by its status: what a queue gave it, or the workers that it had before it came to one.
-
-    Args:
-        job: the job.
-        created: when it was created, Unix seconds.
-    """
+    """What a job has by its status: what a queue gave it, or the workers that it had before it came to one."""
     given = job.status.allocation
     if given is None:
         workers = 0 if job.spec.suspend else job.status.replicas

@@ -37,9 +37,7 @@ def find_hindrance(job: Job, ceiling: int | None, resource: str | None) -> Hindr
     """Why a job is not to be shared with, if so.
 
     Args:
-        job: the job.
         ceiling: workers that found a node the last time, where others found none; ``None``: all did.
-        resource: what its queue counts.
     """
     spec = job.spec
     if spec.suspend:
@@ -61,7 +59,6 @@ def find_hindrance(job: Job, ceiling: int | None, resource: str | None) -> Hindr
 
 
 def find_obstacle(queue: Queue, capacity: QueueCapacity, *, nodes_known: bool) -> Obstacle | None:
-    """Why the queue gives out nothing, if so."""
     resource = queue.spec.resource
     if queue.fault:
         return Obstacle(reasons.INVALID_QUEUE, queue.fault)

@@ -22,7 +22,6 @@ _OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
 
 
 def kinds_of(spec: QueueSpec) -> Sequence[KindSpec]:
-    """The queue's kinds, in their order."""
     return spec.kinds or (KindSpec(ANY_KIND, Selector()),)
 
 
@@ -79,12 +78,7 @@ def find_fault(spec: QueueSpec) -> str:
 
 
 def where_they_run(kinds: Iterable[str | None], most: int) -> tuple[str, dict[str, int]]:
-    """Of which kind a job is that nobody has said it of, by its workers, and how many of these are of each kind.
-
-    Args:
-        kinds: of the nodes of its workers.
-        most: workers that it was given.
-    """
+    """Of which kind a job is that nobody has said it of, by its workers, and how many of these are of each kind."""
     found = Counter(kind for kind in kinds if kind is not None)
     order = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
     there: dict[str, int] = {}

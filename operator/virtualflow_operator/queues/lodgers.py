@@ -40,13 +40,9 @@ def find_seats(
     """Seat those who wait; the lodgers' names and places.
 
     Args:
-        queue: its spec.
-        members: the jobs that are shared with.
         demands: of each, in the same order.
         wanted: what the policy wants each to have.
         given: what each is given at once of that.
-        nodes: by name.
-        settings: what is worth it.
     """
     if queue.jobs_per_device < 2 or queue.resource is None:
         return {}
@@ -107,11 +103,6 @@ def _can_host(
     """Whether a job's workers are where others can compute, too.
 
     Args:
-        member: the job.
-        demand: what it asks for.
-        answer: what it is given.
-        resource: which its queue counts.
-        nodes: by name.
         established: whether others compute there already: they stay while its pods are replaced.
     """
     placed = [node for node in member.pods if node]

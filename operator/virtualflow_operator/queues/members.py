@@ -21,8 +21,6 @@ _MOBILITY: Mapping[str, Mobility] = {"Stay": "stays", "Move": "moves", "Mix": "m
 
 @dataclass(frozen=True)
 class QueueMember:
-    """A job that names the queue."""
-
     job: Job
     grant: Grant
     """What it has at the moment."""
@@ -44,7 +42,6 @@ class QueueMember:
 
     @property
     def key(self) -> Key:
-        """Namespace and name."""
         return self.job.namespace, self.job.name
 
     @property
@@ -72,9 +69,6 @@ def find_holding(member: QueueMember, spec: QueueSpec, nodes: Mapping[str, Node]
     its workers run on.
 
     Args:
-        member: the job.
-        spec: its queue's.
-        nodes: by name.
         fit: the kind of each node that counts: workers on others take nothing.
     """
     grant = member.grant
@@ -104,10 +98,7 @@ def build_demand(
     """The job as a policy sees it.
 
     Args:
-        member: the job.
-        holding: what it has.
         units: of a worker.
-        queue: its queue's spec.
         past: what jobs needed that have completed.
         usable: names of the kinds that its templates may be on.
     """

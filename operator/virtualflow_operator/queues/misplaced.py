@@ -28,9 +28,7 @@ def sort_by_kind(
     """Note the kind of each worker, and that those are to be replaced of which the queue gives the job no more.
 
     Args:
-        pods: of the job.
         given: how many workers it is to have of each kind; empty: that is not decided, or it is to have none.
-        queue: its queue's, if there is one.
         nodes: by name; ``None``: the operator may not look at nodes.
     """
     if queue is None or not queue.kinds:
@@ -59,7 +57,6 @@ def sort_by_host(pods: PodClassification, host: str, nodes: Collection[str]) -> 
     """Note that those workers are to be replaced which are not on the devices that the queue gives the job.
 
     Args:
-        pods: of the job.
         host: namespace and name of the job on whose devices it is to compute; empty: on its own.
         nodes: where workers of the host are; empty: that is not known, and nobody goes because of it.
     """

@@ -25,9 +25,6 @@ def served(job: Job, units: int) -> float | None:
     """Unit-seconds at the job's minimum that its steps so far were worth; ``None``: its speed was never measured.
 
     Where devices are of several kinds, it is told by the one on which it was measured last.
-
-    Args:
-        units: of a worker.
     """
     known = job.status.scaling
     curve, least = curve_of(known, known[0].kind if known else ANY_KIND), least_workers(job)
@@ -41,11 +38,7 @@ def expected_left(past: Past, job: Job, units: int) -> float | None:
 
 
 def read_past(status: QueueStatus, scale: int) -> Past:
-    """What the status says; a kind whose numbers make no sense is left out.
-
-    Args:
-        scale: units in one of the resource.
-    """
+    """What the status says; a kind whose numbers make no sense is left out."""
     kinds = []
     for kind in status.past:
         service, factor = _number(kind.unit_seconds), _number(kind.off_by)
@@ -57,7 +50,6 @@ def read_past(status: QueueStatus, scale: int) -> Past:
 
 
 def write_past(past: Past, scale: int) -> tuple[PastKind, ...]:
-    """What a status is to say."""
     return tuple(
         PastKind(kind.namespace, kind.pattern, kind.jobs, f"{exp(kind.service) / scale:.4g}", f"{exp(kind.error):.3g}")
         for kind in past.kinds
@@ -71,7 +63,6 @@ def count_ended(
 
     Args:
         until: the latest completion that was counted, as the status has it.
-        ended: with the units of a worker.
     """
     for job, units in sorted(ended, key=lambda pair: (pair[0].status.completion_time or "", pair[0].name)):
         at, needed = job.status.completion_time or "", served(job, units)

@@ -42,15 +42,8 @@ def build_queue_status(
     """The status of a queue.
 
     Args:
-        queue: with its former status.
-        capacity: what it has.
         given: workers of each job by kind of device, by namespace and name.
         units: of a worker of each.
-        waiting: how many jobs wait for workers.
-        past: what is remembered of jobs that have completed.
-        past_until: when the latest of these did.
-        obstacle: why it gives out nothing, if so.
-        now: Unix seconds.
     """
     resource = queue.spec.resource
     running = {key: sum(kinds.values()) for key, kinds in given.items() if kinds}

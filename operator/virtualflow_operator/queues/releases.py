@@ -21,10 +21,8 @@ def release(
     """What is given at once of what a policy wants: less to those who are to have less, more only of what is free.
 
     Args:
-        wanted: the policy's answer.
         demands: what it was asked for; what each job has was given to it.
         held: workers of each job that have not gone yet, by kind.
-        totals: units to share, by kind.
     """
     kept = {d.job.name: _keep(d, wanted[d.job.name].workers) for d in demands}
     free = {
@@ -77,7 +75,6 @@ def stand_still(demand: KindDemand) -> KindDemand:
 
 
 def _with(demand: KindDemand, workers: ByKind) -> KindDemand:
-    """The job with other workers."""
     at_home = workers.get(demand.home, 0)
     lent = {kind: count for kind, count in workers.items() if kind != demand.home}
     return replace(demand, job=replace(demand.job, allocated=at_home), lent=lent)

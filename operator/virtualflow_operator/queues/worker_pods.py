@@ -45,13 +45,7 @@ def tells_apart(spec: JobSpec, queue: QueueSpec | None) -> bool:
 
 
 def choose_grounds(count: int, spec: JobSpec, workers: Iterable[ClassifiedPod]) -> list[str]:
-    """The ground of each of ``count`` new workers: as many on-demand ones as the minimum still lacks, then spot ones.
-
-    Args:
-        count: how many are made.
-        spec: the job's.
-        workers: those that it has.
-    """
+    """As many on-demand ones as the minimum still lacks, then spot ones."""
     have = sum(1 for worker in workers if worker.fate == "healthy" and worker.pod.ground == ON_DEMAND)
     lacking = max(min(spec.min_replicas, spec.desired) - have, 0)
     return [ON_DEMAND if index < lacking else SPOT for index in range(count)]
@@ -61,8 +55,6 @@ def confine(pod: Object, queue: QueueSpec, ground: str = "", kind: str = "") -> 
     """Let a worker's pod run on its queue's nodes only, on its ground, and on its kind of device.
 
     Args:
-        pod: its manifest, which is changed.
-        queue: the queue's spec.
         ground: ``on-demand``, ``spot``, or empty where that makes no difference.
         kind: of device, or empty where the queue tells none apart.
     """
@@ -124,7 +116,6 @@ def take_turns(pod: Object, directory: str) -> None:
     """Tell a worker of its node's turn server.
 
     Args:
-        pod: its manifest, which is changed.
         directory: where that listens, on the node.
     """
     spec = pod["spec"]
@@ -142,8 +133,6 @@ def lodge(pod: Object, job: Job, host: str, resource: str) -> None:
     """Put a worker beside one of its host, on the device there.
 
     Args:
-        pod: its manifest, which is changed.
-        job: whose it is.
         host: namespace and name of the host.
         resource: the devices, as the queue counts them.
     """

@@ -139,8 +139,6 @@ def _curves(demand: KindDemand, kinds: Mapping[str, DeviceKind], ratings: Mappin
 
 
 class _Option(NamedTuple):
-    """A job on one kind."""
-
     kind: str
     units: int
     """Of its minimum."""

@@ -54,7 +54,6 @@ class Demand:
     """Unit-seconds at its minimum that jobs like it would still need (``service_time``), for when its steps or its
     speed are not known; ``None``: nothing is known of such jobs."""
     curve: ScalingCurve = field(default_factory=ScalingCurve)
-    """Its measured speeds."""
     minimum_on_demand: bool = False
     """Whether its minimum must be on on-demand capacity."""
 
@@ -75,12 +74,10 @@ class Demand:
 
     @property
     def began(self) -> float:
-        """When it began to run, or to wait, as it does now."""
         return self.submitted if self.since is None else self.since
 
     @property
     def changed(self) -> float:
-        """When its number of workers last changed."""
         return self.began if self.resized is None else self.resized
 
     def waiting(self, now: float) -> float:
@@ -109,7 +106,6 @@ class Capacity:
 
     @property
     def total(self) -> int:
-        """Of both kinds."""
         return self.on_demand + self.spot
 
 
@@ -118,11 +114,8 @@ class Shortage:
     """Why a job can never run: what its minimum needs, and the most that it could have."""
 
     minimum: int
-    """Workers."""
     needed: int
-    """Units."""
     offered: int
-    """Units."""
     where: str
     """Of what those are the most."""
 
@@ -137,8 +130,6 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a job gets."""
-
     workers: int
     """0: it waits, or is to be suspended."""
     reason: str

@@ -68,12 +68,10 @@ class KindDemand:
 
     @property
     def workers(self) -> dict[str, int]:
-        """All that it has, by kind."""
         return joined(self.home, self.job.allocated, self.lent)
 
     @property
     def total(self) -> int:
-        """All that it has."""
         return self.job.allocated + sum(self.lent.values())
 
     def given(self, allocation: KindAllocation, now: float) -> KindDemand:
@@ -100,8 +98,6 @@ class KindDemand:
 
 @dataclass(frozen=True)
 class KindAllocation:
-    """What a job gets."""
-
     workers: Mapping[str, int]
     """By kind, none of them 0; empty: it waits, or is to be suspended."""
     home: str

@@ -57,7 +57,6 @@ class Phases:
 
     @property
     def step(self) -> float:
-        """Of the whole step."""
         return self.compute + self.away
 
     @staticmethod
@@ -178,10 +177,7 @@ def pack(
     """Find lodgers places, the oldest first.
 
     Args:
-        demands: the jobs of a queue.
-        allocations: what its policy has decided for each.
         most: jobs of a device, at most.
-        settings: what is worth it.
         seated: the host of each that is a lodger already: it stays there if it can.
     """
     before = seated or {}

@@ -24,8 +24,6 @@ _GENERATED = re.compile("[bcdfghjklmnpqrstvwxz2456789]{5}")
 
 @dataclass(frozen=True)
 class AlikeJobs:
-    """Jobs that are alike."""
-
     namespace: str
     pattern: str
     jobs: int

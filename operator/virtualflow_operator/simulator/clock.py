@@ -58,7 +58,6 @@ class Clock:
         """Let time pass until nothing is to happen any more.
 
         Args:
-            happen: lets one event happen.
             decide: is called after those of one moment, if a decision is due.
             move: is called whenever time has moved on, before anything happens.
         """
@@ -117,7 +116,6 @@ class JobBooks(ABC):
         """Steps per second of those that count."""
 
     def catch_up(self, now: float) -> None:
-        """Bring the books up to ``now``."""
         elapsed, given = now - self.synced, self.given
         self.service += given * elapsed
         self.queued += 0.0 if given else elapsed
@@ -136,7 +134,6 @@ class JobBooks(ABC):
             self.suspensions += not given
 
     def end(self, now: float) -> None:
-        """It has made its last step."""
         self.done, self.finished = self.job.steps, now
         self.changes.append((now, 0))
 

@@ -76,7 +76,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser(defaults: SimulationSettings) -> Parser:
-    """The parser of the command."""
     parser = Parser(
         prog="virtualflow simulate",
         description="Play a trace of jobs against scheduling policies, the ones that the operator runs.",
@@ -140,11 +139,7 @@ def parser(defaults: SimulationSettings) -> Parser:
 
 
 def _check_kinds(given: argparse.Namespace, trace: JobTrace) -> None:
-    """Refuse what a trace with or without kinds of device cannot be asked.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Refuse what a trace with or without kinds of device cannot be asked."""
     if given.one_pool and not trace.has_kinds:
         raise ConfigurationError(f"{given.trace} has no kinds of device; leave out --one-pool")
     options = {
@@ -182,7 +177,6 @@ def _play(
     cost: ResizeCost,
     defaults: SimulationSettings,
 ) -> Result:
-    """Play the trace against one policy."""
     if not trace.has_kinds:
         return simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
     decider = Unaware(decide) if given.one_pool else Aware(decide, elastic=name not in FIXED_SIZES)

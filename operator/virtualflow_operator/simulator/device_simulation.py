@@ -60,11 +60,9 @@ class Aware:
     def decide(
         self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
-        """What each job gets."""
         return decide_by_kind(self._policy, now, demands, kinds, settings, elastic=self._elastic)
 
     def again(self, now: float, demands: Sequence[KindDemand], settings: SchedulingSettings) -> float | None:
-        """When time alone may change that."""
         return next_change(now, (demand.job for demand in demands), settings)
 
 
@@ -85,7 +83,6 @@ class Unaware:
     def decide(
         self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
-        """What each job gets."""
         pool = Capacity(
             sum(kind.capacity.on_demand for kind in kinds.values()), sum(kind.capacity.spot for kind in kinds.values())
         )
@@ -115,7 +112,6 @@ class Unaware:
         }
 
     def again(self, now: float, demands: Sequence[KindDemand], settings: SchedulingSettings) -> float | None:
-        """When time alone may change that."""
         names = {demand.job.name for demand in demands}
         return next_change(now, (job for name, job in self._seen.items() if name in names), settings)
 
@@ -200,10 +196,8 @@ def simulate_devices(
     """Play a trace whose devices have kinds.
 
     Args:
-        trace: the jobs and the capacity.
         decider: says what each job gets; it is of this simulation alone.
         cost: of each change; a restart is not modelled here.
-        settings: of the policy.
         knowledge: about the jobs' speeds.
 
     Raises:
@@ -246,7 +240,6 @@ class _Simulation:
                 self._spent += units * self._kinds[kind].unit_price(on_demand=False)
 
     def _happen(self, kind: Occasion, subject: int | str, plan: int) -> bool:
-        """Let one event happen; whether a decision is due."""
         if kind == "trace":
             self._arrive(int(subject))
         if kind in ("trace", "wake"):
@@ -337,7 +330,6 @@ class _Simulation:
         self._clock.wake(math.inf if due is None else due)
 
     def _give(self, job: _Job, allocation: KindAllocation) -> None:
-        """Apply a decision to a job."""
         now, before = self._clock.now, job.demand.workers
         if allocation.workers != before:
             job.catch_up(now)

@@ -45,8 +45,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """How all fared."""
-
     outcomes: tuple[Outcome, ...]
     """In the order of arrival."""
     capacity: tuple[tuple[float, int], ...]
@@ -91,7 +89,6 @@ class Measures(msgspec.Struct, frozen=True):
 
 
 def measure(result: Result) -> Measures:
-    """Measure what a simulation gave."""
     ended = [outcome for outcome in result.outcomes if outcome.finished is not None]
     completions = [outcome.completion or 0.0 for outcome in ended]
     queueing = [outcome.queued for outcome in ended]

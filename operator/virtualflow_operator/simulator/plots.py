@@ -21,9 +21,6 @@ POINTS = 2_000
 def draw(results: Mapping[str, Result], directory: Path) -> list[Path]:
     """Write ``allocation.png`` and ``completion.png``.
 
-    Args:
-        results: by the name of their policy.
-
     Raises:
         ConfigurationError: matplotlib is missing, or the directory cannot be written.
     """

@@ -91,11 +91,6 @@ def simulate(
     """Play ``trace`` against ``policy``.
 
     Args:
-        trace: the jobs and the capacity.
-        policy: decides.
-        cost: of each change.
-        settings: of the policy.
-        knowledge: of the policy, about the jobs' speeds.
         every: seconds between decisions that nothing else causes; ``None``: none of these.
 
     Raises:
@@ -145,7 +140,6 @@ class _Simulation:
         return Result(outcomes, tuple(self._capacity), self._decisions)
 
     def _happen(self, kind: Occasion, subject: int | str, plan: int) -> bool:
-        """Let one event happen; whether a decision is due."""
         if kind == "trace":
             self._arrive(int(subject))
         if kind in ("trace", "wake", "retry"):

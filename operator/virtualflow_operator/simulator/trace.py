@@ -80,7 +80,6 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def maximum(self) -> int:
-        """Workers, at most."""
         return self.max or max(workers for speeds in (self.throughput, *self.kinds.values()) for workers in speeds)
 
     def speed(self, workers: int, kind: str = "") -> float:
@@ -296,11 +295,7 @@ _CELLS = {
 
 
 def _event(row: Mapping[str, str]) -> Event:
-    """The event of a row.
-
-    Raises:
-        ValueError: it is none; the sentence is in the words of the file.
-    """
+    """The event of a row."""
     event = row.get("event", "")
     kind = _KINDS.get(event)
     if kind is None:

@@ -57,11 +57,7 @@ class Seldom(logging.Filter):
 
 
 class Door:
-    """The strangers, the longest there first, and how many there may be.
-
-    Args:
-        settings: places and time of each.
-    """
+    """The strangers, the longest there first, and how many there may be."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
@@ -102,11 +98,9 @@ class Door:
         return asyncio.get_running_loop().call_later(self._settings.handshake, self._too_slow, transport)
 
     def leave(self, transport: asyncio.BaseTransport) -> None:
-        """A connection has ended."""
         self._strangers.pop(transport, None)
 
     def shut_out(self, transport: asyncio.BaseTransport) -> None:
-        """End a stranger's connection."""
         self.leave(transport)
         if isinstance(transport, asyncio.WriteTransport):
             transport.abort()
@@ -150,7 +144,6 @@ class _Visitor(asyncio.Protocol):
         self._protocol.connection_lost(error)
 
     def welcome(self) -> None:
-        """It has shown the token."""
         self._forget_timer()
         if self._heard > UNREAD and self._transport is not None:
             self._transport.resume_reading()

@@ -64,7 +64,6 @@ class History:
         self.step = self.highest_step = 0
 
     def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:
-        """Tell people something, in the log and in the status."""
         self._number += 1
         logger.info("%s", text)
         self.events.append(http_api.Event(self._number, self.wall, kind, text[:MAX_TEXT], refusal))
@@ -110,7 +109,6 @@ class History:
 
     @property
     def evaluating(self) -> bool:
-        """Whether the workers are in an evaluation."""
         return self.progress is not None and self.progress.phase == "evaluating"
 
     def merge_change(self, change: m.Change, fresh: bool = True) -> None:
@@ -189,16 +187,13 @@ class History:
 
     @property
     def changes_total(self) -> int:
-        """How many membership changes there were."""
         return self._forgotten_changes + len(self.changes)
 
     @property
     def repeated_steps(self) -> int:
-        """How many steps were repeated over all changes that there were."""
         return self._forgotten_steps + sum(change.repeated_steps for change in self.changes.values())
 
     def ordered_changes(self) -> tuple[m.Change, ...]:
-        """The changes from the first to the last."""
         return tuple(self.changes[generation] for generation in sorted(self.changes))
 
 

@@ -43,7 +43,6 @@ def take_up(job: JobState, record: JobRecord, age: float, now: float) -> bool:
     """Go on from what a coordinator before this one has recorded, unless a newer record was there already.
 
     Args:
-        job: of this coordinator.
         record: of another one, without a fault.
         age: seconds since it was written.
         now: of the clock that goodput is counted by.
@@ -73,11 +72,9 @@ class JobRecords:
         self._writer = secrets.token_hex(8)
 
     async def give(self, request: web.Request) -> web.Response:
-        """``GET``: the record as it is now."""
         return web.Response(body=m.encode(write(self._job, self._writer)), content_type="application/json")
 
     async def take(self, request: web.Request) -> web.Response:
-        """``PUT``: a record that a worker has kept."""
         try:
             record = msgspec.json.decode(await request.read(), type=JobRecord)
             age = msgspec.convert(request.query.get(AGE), m.Seconds, strict=False)

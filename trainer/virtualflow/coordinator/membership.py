@@ -271,8 +271,6 @@ def _heard_at(cluster: Cluster, worker: Worker, heard_at: float) -> float:
     state that it got just before the others were lost.
 
     Args:
-        cluster: the job.
-        worker: one of its workers.
         heard_at: ``cluster.heard_at``, which looks at all of them.
     """
     if cluster.running is not None or cluster.proposed is not None:

@@ -29,8 +29,6 @@ logger = logging.getLogger("virtualflow.coordinator")
 
 @dataclass(frozen=True)
 class Copy:
-    """A whole copy."""
-
     header: CopyHeader
     run: int
     """The run of the script that it is of."""
@@ -55,9 +53,6 @@ def check(state: JobState, newest: CopyHeader | None, header: CopyHeader, size: 
     """Whether a copy of ``size`` bytes may take the place of the newest one.
 
     Only a member of the running generation may bring one: who was declared lost belongs to a lineage that is over.
-
-    Raises:
-        Refusal: it may not.
     """
     if size > state.copy_limit:
         raise CopyRefusal(413, f"a copy of {size} bytes is larger than the {state.copy_limit} that there is memory for")
@@ -76,8 +71,6 @@ class KeptCopies:
     """The newest copy, and the one that arrives.
 
     Args:
-        state: of the job.
-        settings: limits.
         on_change: called when there is a new one.
     """
 
@@ -146,11 +139,7 @@ class KeptCopies:
         )
 
     async def _take(self, request: web.Request, header: CopyHeader, size: int) -> None:
-        """Read the body into memory; once it is right, it is the newest copy.
-
-        Raises:
-            Refusal: it did not arrive, is not what was sent, or does not count any more.
-        """
+        """Read the body into memory; once it is right, it is the newest copy."""
         body, checksum, end = mmap.mmap(-1, size), hashlib.sha256(), 0
         try:
             while end < size:

@@ -34,12 +34,10 @@ async def serve(
     SIGTERM while the job stops lets it stop first (``stop_grace``); a second one, or SIGINT, ends it at once.
 
     Args:
-        host: the address to listen on.
         port: the port to listen on; 0 takes a free one.
         token: what every request must bear.
         wanted: how many workers the job is to start with.
         minimum: with fewer ready workers nothing begins.
-        settings: time-outs.
         ready_file: where to write ``http://host:port`` once it listens.
     """
     coordinator = CoordinatorServer(token, wanted, settings, minimum)

@@ -30,7 +30,6 @@ class Contact:
     device: str = ""
     self_test: str = ""
     left_by: m.Generation | None = None
-    """The generation by which it left."""
     waits_for_release: bool = False
     asked_for_stacks: bool = False
     """Since it has made no progress."""
@@ -39,12 +38,9 @@ class Contact:
     crashed: bool = False
     """Its script failed, as it has said itself."""
     told_end: bool = False
-    """It knows that the job is over."""
 
 
 class _Over(NamedTuple):
-    """What is remembered of a process that is over and forgotten otherwise."""
-
     name: str
     why: str
     left: bool
@@ -85,7 +81,6 @@ class Roster:
         self.add(worker, Contact(0, member.address, ""))
 
     def update(self, incarnation: str, **facts: Any) -> Worker:
-        """Change facts about a worker."""
         worker = self.workers[incarnation] = replace(self.workers[incarnation], **facts)
         return worker
 

@@ -95,11 +95,8 @@ class Series:
         """Take what was told at a step; what was told of later ones is repeated, and forgotten.
 
         Args:
-            step: completed.
             speed: steps a second; 0: not known.
-            workers: that compute.
             metrics: those that are not finite leave a gap.
-            time: Unix time of now.
         """
         self.began = time if self.began is None else self.began
         while self._points and self._points[-1].step > step:
@@ -144,11 +141,7 @@ class Series:
         )
 
     def resume(self, record: SeriesRecord) -> None:
-        """Put what was recorded elsewhere before what was told here.
-
-        Args:
-            record: without a fault (:func:`fault_in_series`).
-        """
+        """Put what was recorded elsewhere before what was told here."""
         names = [*record.metrics, *(name for name in self._names if name not in record.metrics)]
         self._names = names[: self._metrics]
         columns = {name: record.metrics[name] for name in self._names if name in record.metrics}

@@ -78,7 +78,6 @@ class WorkerLine:
                 self._queue.put_nowait(None)
 
     def abort(self) -> None:
-        """Cut the connection off."""
         if isinstance(self._transport, asyncio.WriteTransport):
             self._transport.abort()
 
@@ -132,7 +131,6 @@ class CoordinatorServer:
         self._closing = False
 
     def application(self) -> web.Application:
-        """The routes, behind the token."""
         app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[self._guard])
         app.on_startup.append(self._start)
         app.router.add_get("/healthz", self._healthz)
@@ -264,7 +262,6 @@ class CoordinatorServer:
         self._stopped.set()
 
     async def close(self) -> None:
-        """End all connections."""
         self._closing = True
         self._watchers.close()
         if self._page is not None:
@@ -304,11 +301,7 @@ class CoordinatorServer:
         return web.Response(text="ok\n")
 
     def call(self, call: http_api.Call) -> str:
-        """Do what a call says, and what follows from it; the answer in one sentence.
-
-        Raises:
-            UnknownWorker: none of the job's workers bears the name that the call is about.
-        """
+        """Do what a call says, and what follows from it; the answer in one sentence."""
         sentence = carry_out(self.state, call, self._tick())
         self._turn()
         return sentence

@@ -190,12 +190,10 @@ class JobState:
 
     @property
     def running_generation(self) -> m.Generation:
-        """The number of the running generation."""
         return self.running.generation if self.running is not None else m.NO_GENERATION
 
     @property
     def newest(self) -> list[m.Plan]:
-        """The running and the proposed generation, as far as there are any."""
         return [plan for plan in (self.running, self.proposed) if plan is not None]
 
     @property
@@ -272,7 +270,6 @@ class JobState:
             self.outbox.append((incarnation, message))
 
     def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:
-        """Tell people something, in the log and in the status."""
         self.history.tell(kind, text, refusal)
         self.note_news()
 
@@ -311,7 +308,6 @@ class JobState:
         """The job has failed.
 
         Args:
-            error: why, in one sentence.
             traceback: of a worker's script, if it raised.
             event: how people are told; ``None``: by ``error``.
         """

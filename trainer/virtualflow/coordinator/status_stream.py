@@ -19,7 +19,6 @@ class Watchers:
     """Answers who asks for the status of ``job``.
 
     Args:
-        job: what is told of.
         interval: a watcher gets at most one message in so many seconds.
         rate: and of a brief status at most so many bytes a second.
         paid_interval: and one in so many seconds while workers are there and nothing happens.

@@ -125,7 +125,6 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """For the table."""
         if self.failed is not None:
             return f"failed: {self.failed.error}"
         return "equal" if self.difference is None else f"differs: {describe_shortly(self.difference)}"
@@ -157,9 +156,6 @@ class ScriptCheck:
     """One check of one script; see the module.
 
     Args:
-        arguments: what was asked for.
-        program: the script.
-        settings: the defaults.
         directory: for traces, and for whatever the trials leave.
     """
 
@@ -178,11 +174,7 @@ class ScriptCheck:
         """What the workers of the first one have warned of."""
 
     async def run(self) -> int:
-        """All trials; the exit code.
-
-        Raises:
-            TrialFailed: the script cannot be run in one of these ways.
-        """
+        """All trials; the exit code."""
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -240,11 +232,7 @@ class ScriptCheck:
         return finding
 
     async def _trace_of(self, trial: Trial, steps: int) -> Trace:
-        """Run the script in that way, as soon as there are cores for it; its trace.
-
-        Raises:
-            TrialFailed: it did not get as far as ``steps``, or to its end.
-        """
+        """Run the script in that way, as soon as there are cores for it; its trace."""
         cores = min(trial.most_workers, self._cores)
         async with self._freed:
             await self._freed.wait_for(lambda: self._free >= cores)
@@ -297,7 +285,6 @@ class ScriptCheck:
             raise TrialFailed(trial, _reason(report, said, code), _traceback(said))
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """See that a run and all its workers have ended."""
         if process.returncode is not None:
             return
         for patience in (0.2, self._settings.failure_grace):  # asked twice, it ends at once and tidies up

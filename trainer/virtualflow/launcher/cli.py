@@ -89,7 +89,6 @@ def _reader_has_gone() -> bool:
 
 
 def parser(settings: LauncherSettings) -> Parser:
-    """The parser of the command line."""
     subcommands: Mapping[str, Subcommand] = {
         "run": _run,
         "check": _check,

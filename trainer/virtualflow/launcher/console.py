@@ -49,7 +49,6 @@ class PlainConsole:
         self._step = 0
 
     def line(self, stream: Stream, text: str) -> None:
-        """A line that the script printed, on the stream on which it printed it."""
         _write(stream, text)
 
     def event(self, text: str) -> None:

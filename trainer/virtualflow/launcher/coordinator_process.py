@@ -31,9 +31,6 @@ class CoordinatorProcess:
     """Keeps a coordinator listening on one port.
 
     Args:
-        supervisor: starts the process.
-        settings: how long to wait for what.
-        token: of the job.
         port: to listen on, 0 for any; after the first start the port stays the same.
         heartbeat_limit: seconds.
         rebalance_gain: as the coordinator's option of that name.
@@ -85,7 +82,6 @@ class CoordinatorProcess:
             await asyncio.sleep(min(delay, self._settings.backoff_most))
 
     async def stop(self) -> None:
-        """End it; kill it when it takes too long."""
         process = self.process
         if process is None:
             return

@@ -67,7 +67,6 @@ def _command(given: Namespace, program: TrainingProgram, directory: Path) -> lis
 
 
 def describe(report: ExchangeReport) -> str:
-    """All of it, in lines for people."""
     workers = len(report.rows)
     if workers == 1:
         return "one worker: nothing travels; ask for more by --workers"

@@ -31,10 +31,6 @@ class FaultInjector:
     """How far a schedule has come.
 
     Args:
-        groups: the schedule.
-        control: of the job that it is about.
-        throttle: of its workers.
-        kill_coordinator: does so.
         stop_after: the last step that the job is to make; ``None``: all of them.
     """
 
@@ -58,7 +54,6 @@ class FaultInjector:
 
     @property
     def unreached(self) -> Sequence[Group]:
-        """What has not fired."""
         return self._groups[self._fired :]
 
     def hold(self) -> int | None:
@@ -185,7 +180,6 @@ class Throttle:
         """By the number of the worker."""
 
     def slow(self, worker: WorkerProcess, factor: int) -> None:
-        """Let ``worker`` run one ``factor``-th of the time from now on."""
         former = self._tasks.pop(worker.number, None)
         if former is not None:
             former.cancel()
@@ -193,7 +187,6 @@ class Throttle:
             self._tasks[worker.number] = asyncio.create_task(self._alternate(worker, factor))
 
     def end(self) -> None:
-        """Let all workers run all the time."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()

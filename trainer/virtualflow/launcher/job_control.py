@@ -37,7 +37,6 @@ class JobControl:
         self.calls.make(("scale", workers, now), ScaleCall(workers))
 
     def fail(self, reason: str, worker: WorkerProcess | None = None) -> None:
-        """End the job; that worker's error is the reason."""
         if self.state.shutdown is not None and self.state.shutdown.kind != "done":
             return
         self.relay.withholding = True
@@ -82,7 +81,6 @@ class CoordinatorCalls:
         task.add_done_callback(lambda _: self._ended(key))
 
     def close(self) -> None:
-        """Cancel what is under way."""
         for task in list(self._under_way.values()):
             task.cancel()
 
@@ -109,7 +107,6 @@ class RunState:
     """The state of one job's runner."""
 
     wanted: int
-    """Workers that the job is to have."""
     status: Status | None = None
     """The latest one of a living coordinator."""
     shutdown: Shutdown | None = None

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 
 class Asked(NamedTuple):
-    """A worker that waits."""
-
     worker: int
     job: str
 

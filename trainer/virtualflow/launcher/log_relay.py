@@ -35,8 +35,6 @@ class LogRelay:
     """Passes on the lines of one source at a time.
 
     Args:
-        show: where lines go.
-        clock: monotonic seconds.
         replay: seconds of another source's lines that are caught up on.
         grace: seconds for which a traceback is withheld.
     """
@@ -53,7 +51,6 @@ class LogRelay:
         """Set when the job is failing: tracebacks are no longer released."""
 
     def line(self, source: object, stream: Stream, text: str) -> None:
-        """A source has written a line."""
         state = self._sources.setdefault(source, _Source())
         if stream == "stderr" and (state.withheld or _OPENING.match(text)):
             if not state.withheld:
@@ -63,7 +60,6 @@ class LogRelay:
         self._pass(source, state, stream, text)
 
     def choose(self, source: object | None) -> None:
-        """Show that source's lines from now on."""
         if source is None or source == self.chosen:
             return
         self.chosen = source
@@ -96,7 +92,6 @@ class LogRelay:
         state.withheld.clear()
 
     def has_shown(self, text: str) -> bool:
-        """Whether that line was shown lately."""
         return text in self._shown
 
     def _release(self, source: object, state: _Source) -> None:

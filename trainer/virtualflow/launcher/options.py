@@ -170,11 +170,7 @@ def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path, str]:
 
 
 def _memory(arguments: Namespace, job: JobManifest) -> dict[str, str]:
-    """What workers are told of the memory that they may use, where that is not as the manifest says.
-
-    Raises:
-        ConfigurationError: it is no size, or the host's alone.
-    """
+    """What workers are told of the memory that they may use, where that is not as the manifest says."""
     given = {ENV_DEVICE_MEMORY: arguments.device_memory, ENV_HOST_MEMORY: arguments.host_memory}
     if arguments.host_memory is not None and arguments.device_memory is None and not job.budget:
         raise ConfigurationError("--host-memory says what may be swapped beside --device-memory; give both")
@@ -182,11 +178,7 @@ def _memory(arguments: Namespace, job: JobManifest) -> dict[str, str]:
 
 
 def check_trainer() -> None:
-    """Check that this interpreter has what a training script needs of the library.
-
-    Raises:
-        ConfigurationError: it has not.
-    """
+    """Check that this interpreter has what a training script needs of the library."""
     missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
@@ -271,11 +263,7 @@ def _target(path: str | None, option: str) -> Path | None:
 
 
 def check_target(path: Path, option: str) -> None:
-    """Check that a file can be written where ``option`` wants it.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Check that a file can be written where ``option`` wants it."""
     if path.is_dir():
         raise ConfigurationError(f"{option} {path}: this is a directory; name a file")
     try:

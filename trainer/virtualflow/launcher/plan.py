@@ -113,12 +113,7 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
 
 
 def _write_trace(path: Path, answer: PlanAnswer, profiles: Sequence[DeviceProfile]) -> None:
-    """Write down how the first device spends a virtual node.
-
-    Raises:
-        ConfigurationError: no profile has blocks.
-        VirtualFlowError: it cannot be written.
-    """
+    """Write down how the first device spends a virtual node."""
     if not answer.memory:
         raise ConfigurationError("--trace shows what becomes of blocks; name a profile that has some")
     memory = answer.memory[0]
@@ -138,9 +133,6 @@ def split(
 
     What ends in ``.py`` is a script, and all behind it is its own. Beside ``-m`` words that end in ``.json`` are
     profiles, up to the first that does not; all others are the module's.
-
-    Raises:
-        ConfigurationError: there is neither.
     """
     if module is not None:
         names = list(takewhile(lambda word: word.endswith(".json"), words))
@@ -153,11 +145,7 @@ def split(
 
 
 def _check_device(arguments: Namespace) -> None:
-    """Refuse to measure for a plan of memory whose size nobody knows: a CPU does not say which part of its is meant.
-
-    Raises:
-        ConfigurationError: there is no other device here, and no size is given.
-    """
+    """Refuse to measure for a plan of memory whose size nobody knows: a CPU does not say which part of its is meant."""
     if arguments.device is None and arguments.devices is None and not any(map(os.path.exists, ACCELERATORS)):
         raise ConfigurationError(
             "on a machine without a GPU nothing says how much memory the device has; give --device, like 24GiB"
@@ -165,11 +153,7 @@ def _check_device(arguments: Namespace) -> None:
 
 
 def _check_words(arguments: Namespace) -> None:
-    """Refuse what makes no sense before a script is measured for it.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
+    """Refuse what makes no sense before a script is measured for it."""
     for size in (arguments.device, arguments.host):
         if size is not None:
             parse_bytes(size)
@@ -180,11 +164,7 @@ def _check_words(arguments: Namespace) -> None:
 
 
 def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> PlanAnswer:
-    """What ``virtualflow plan`` is asked for.
-
-    Raises:
-        ConfigurationError: it cannot be said.
-    """
+    """What ``virtualflow plan`` is asked for."""
     without = [profile for profile in profiles if profile.chain is None]
     if without and arguments.devices is None:
         raise ConfigurationError(
@@ -216,11 +196,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
 
 
 def parse_devices(text: str) -> dict[str, int]:
-    """Names and counts from ``V100:2,T4:4``; without a number it is one.
-
-    Raises:
-        ConfigurationError: it is written otherwise.
-    """
+    """Names and counts from ``V100:2,T4:4``; without a number it is one."""
     devices: dict[str, int] = {}
     for part in text.split(","):
         name, colon, number = part.strip().rpartition(":")
@@ -269,10 +245,6 @@ def _speeds(
     """Seconds of a micro-batch by how many virtual nodes are fused into it, and what fits of one alone.
 
     Only a ``statistical`` job fuses, and only as many as fit with a plan.
-
-    Raises:
-        DoesNotFit: not even one does.
-        ConfigurationError: that size was not measured.
     """
     micro_batch, left = divmod(batch, virtual_nodes)
     if left or not micro_batch:
@@ -307,11 +279,7 @@ def _speeds(
 def fit_or_refuse(
     chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: LauncherSettings
 ) -> Fit:
-    """That number of virtual nodes, with a plan.
-
-    Raises:
-        DoesNotFit: there is none.
-    """
+    """That number of virtual nodes, with a plan."""
     found = fit(chain, batch, virtual_nodes, budget, PlannerSettings())
     if found.plan is None:
         raise DoesNotFit(found.reason, found.smallest_bytes)
@@ -323,11 +291,6 @@ def trace_of(device: str, fit: Fit, names: Sequence[str]) -> dict[str, Any]:
 
     The format is the "Trace Event Format" of the Chromium project, which chrome://tracing and https://ui.perfetto.dev
     open.
-
-    Args:
-        device: its name.
-        fit: with a plan.
-        names: of the blocks.
     """
     plan = fit.plan
     assert plan is not None

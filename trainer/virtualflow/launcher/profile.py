@@ -68,10 +68,6 @@ def measure(
     """Measure a script and write its profile.
 
     Args:
-        program: the script.
-        arguments: its own.
-        target: the file.
-        virtual_nodes: instead of those that the script says.
         sizes: in virtual nodes, with commas between them, instead of those that suggest themselves.
         output: where what the script writes goes; ``None``: where ours goes.
 

@@ -26,8 +26,6 @@ _LARGEST = 64 << 10
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job of this machine."""
-
     name: str
     url: str
     """Of the coordinator; empty while it starts."""
@@ -64,7 +62,6 @@ def directory() -> Path:
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs whose runner lives, by name; what dead ones left is removed."""
     found = []
     for path in sorted(directory().glob("*.json")):
         job = _read(path)
@@ -79,7 +76,6 @@ def claim(name: str | None, suggestion: str) -> RunningJob:
     """Take a name for a job of this process; it has no address yet.
 
     Args:
-        name: the one to take.
         suggestion: without a name: this one, or the first of ``suggestion-2``, ``suggestion-3``, … that is
             free.
 

@@ -217,7 +217,6 @@ class Runner:
             self._control.fail(str(error))
 
     def _take(self, status: Status) -> None:
-        """A status has arrived."""
         shutdown, known = self._state.shutdown, self._state.status
         done = shutdown is not None and shutdown.kind == "done" and known is not None and known.phase == "done"
         if done and known is not None and status.run <= known.run and status.phase not in ENDED:

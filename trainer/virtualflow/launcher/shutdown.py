@@ -41,7 +41,6 @@ class Shutdown:
 
     @property
     def note(self) -> str:
-        """For the console."""
         return "stopping" if self.kind == "stopped" and not self.concluded else self.kind
 
 

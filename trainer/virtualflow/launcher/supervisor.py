@@ -106,9 +106,6 @@ class Supervisor:
         """Start a process.
 
         Args:
-            name: for messages.
-            command: program and arguments.
-            environment: all of it.
             log: its output goes to the end of this file.
             sink: told each line of output, without its end.
 
@@ -255,8 +252,6 @@ def run_to_end(
     """Run a process to its end, while this one has nothing else to do.
 
     Args:
-        command: its program and arguments.
-        environment: all of its variables.
         output: where what it writes goes, and then it reads nothing; ``None``: to and from where ours goes.
         interrupt: what ends it if this process is interrupted.
 

@@ -43,14 +43,7 @@ class TrainingProgram:
         return " ".join(self.words)
 
     def check(self, environment: Mapping[str, str] = os.environ) -> None:
-        """Check that it is there.
-
-        Args:
-            environment: of the worker.
-
-        Raises:
-            ConfigurationError: it is not, or cannot be read.
-        """
+        """Check that it is there."""
         if self.is_module:
             check_module(self.name, _users_places(environment))
         else:
@@ -77,11 +70,7 @@ def program_of(words: Sequence[str]) -> TrainingProgram | None:
 
 
 def check_script(script: Path) -> None:
-    """Check that a script can be read.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Check that a script can be read."""
     if script.is_dir():
         raise ConfigurationError(f"{script} is a directory; name the script itself")
     try:
@@ -97,7 +86,6 @@ def check_module(name: str, users: Sequence[str]) -> None:
     """Check that a module can be found, without importing anything.
 
     Args:
-        name: with dots.
         users: where a worker looks for it first, before what is installed.
 
     Raises:

@@ -114,14 +114,12 @@ class TurnServer:
         self._open: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
 
     async def close(self) -> None:
-        """End all connections."""
         for writer in self._open.values():
             writer.close()
         while self._open:
             await asyncio.wait([task for task in self._open if task is not None])
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection to its end."""
         sharer: _Sharer | None = None
         peer = self._identify(writer.get_extra_info("socket"))
         self._peers[peer.name] += 1
@@ -246,11 +244,7 @@ async def _listen(path: Path, server: TurnServer) -> None:
 
 
 def _make_room(path: Path) -> None:
-    """Remove what a server that was killed has left there.
-
-    Raises:
-        ConfigurationError: one is there and lives, or it is something else.
-    """
+    """Remove what a server that was killed has left there."""
     if not path.exists():
         return
     if not path.is_socket():

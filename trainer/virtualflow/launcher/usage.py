@@ -39,7 +39,6 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         examples: command lines, for its help.
-        options: as of :class:`argparse.ArgumentParser`.
     """
 
     def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
@@ -50,7 +49,6 @@ class Parser(argparse.ArgumentParser):
         self._given: list[str] = []
 
     def format_help(self) -> str:
-        """The help, with advanced subcommands and the examples behind it."""
         advanced = [f"  {name:10} {text}\n" for name, text in self.advanced.items()]
         examples = [f"  {example}\n" for example in self.examples]
         behind = ["\nadvanced commands:\n", *advanced] if advanced else []
@@ -67,7 +65,6 @@ class Parser(argparse.ArgumentParser):
         return parsed, left
 
     def error(self, message: str) -> NoReturn:
-        """End the process, as argparse has it."""
         if message.startswith("the following arguments are required"):
             message = self._unknown(self._given) or message  # a misspelt one is why another is missing
         complain(f"{message}; see {self.prog} --help")
@@ -103,11 +100,7 @@ class Number(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Check and store.
-
-        Raises:
-            ConfigurationError: the number is not in the range.
-        """
+        """Check and store."""
         if not self._least <= values <= self._most:
             given = f"{values:g}" if isinstance(values, float) else str(values)
             raise ConfigurationError(f"{option_string or self.metavar} {given}: {self._must}")

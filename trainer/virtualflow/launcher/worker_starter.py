@@ -32,7 +32,6 @@ class WorkerCommand:
     environment: Mapping[str, str]
     """Beyond this process's."""
     coordinator: str
-    """Its URL."""
     token: str
     logs: Path
     """The directory of their output."""
@@ -44,12 +43,6 @@ def start_worker(
     what: WorkerCommand, supervisor: Supervisor, table: WorkerTable, sink: Callable[[WorkerProcess, Stream, str], None]
 ) -> WorkerProcess:
     """Start one more worker under the lowest name that is free, and enter it in the table.
-
-    Args:
-        what: to start.
-        supervisor: of the process.
-        table: of the job's workers.
-        sink: told each line of its output.
 
     Raises:
         OSError: the program cannot be executed.
@@ -71,7 +64,6 @@ def start_worker(
 
 
 def worker_environment(what: WorkerCommand, name: str) -> dict[str, str]:
-    """All that a worker's process gets."""
     environment = {
         **ALLOCATOR_ENVIRONMENT,
         ENV_HASH_SEED: str(HASH_SEED),

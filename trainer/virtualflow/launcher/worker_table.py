@@ -27,7 +27,6 @@ class WorkerProcess:
     """The incarnation of the coordinator that listed it last."""
     unlisted_at: float = 0.0
     state: str = ""
-    """The last one listed."""
     assigned: bool = False
     """Virtual nodes are assigned to it."""
     leads: bool = False
@@ -73,7 +72,6 @@ class WorkerProcess:
         return self.unlisted_at if ends and self.unlisted_at and not self.listed else None
 
     def kill(self) -> None:
-        """SIGKILL it and all that it started."""
         self.killed = True
         self.process.signal_group(signal.SIGKILL)
 
@@ -87,12 +85,7 @@ def mentions(status: Status, worker: WorkerProcess) -> bool:
 
 @dataclass
 class WorkerTable:
-    """All worker processes that a job has had.
-
-    Args:
-        silence_limit: seconds after which a worker that a restarted coordinator does not know is taken for
-            hung.
-    """
+    """All worker processes that a job has had."""
 
     silence_limit: float
     workers: list[WorkerProcess] = field(default_factory=list)
@@ -141,7 +134,6 @@ class WorkerTable:
         )
 
     def take(self, status: Status, now: float) -> None:
-        """Update every worker by what the coordinator says of it."""
         if status.incarnation != self._coordinator:
             self._coordinator, self._coordinator_since = status.incarnation, now
         if status.run > self._run:

@@ -25,12 +25,6 @@ class Workforce:
     """The workers of one job: those whose process ended are judged, missing ones started, surplus ones drained.
 
     Args:
-        control: of the job.
-        job: its name.
-        command: what a worker executes.
-        supervisor: starts it.
-        history: told of each process.
-        settings: how long to wait for what.
         backoff_limit: how often workers may crash without progress before the job has failed.
     """
 
@@ -76,7 +70,6 @@ class Workforce:
         self._report_gone()
 
     def end(self, shutdown: Shutdown, now: float) -> None:
-        """Move everyone towards the end."""
         signals = end_signals(shutdown, self._control.table.living(), now, self._settings.failure_grace)
         for worker in signals.terminate:
             worker.terminated = True
@@ -221,7 +214,6 @@ class AbsentEnds:
         """The job has completed that step: if no step was higher, the counts of those who made it begin anew.
 
         Args:
-            step: the latest.
             members: ordinals of the workers that virtual nodes are assigned to.
         """
         if step > self._highest_step:
