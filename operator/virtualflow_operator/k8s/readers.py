@@ -28,6 +28,8 @@ REMEMBERED = 64
 """Tokens of which the answer is remembered; the longest unused go first."""
 STRANGERS, STRANGERS_REFILL = 16.0, 1.0
 """Tokens that were not let in before and are asked about at once; so many more in a second."""
+WAITING = 32
+"""Requests that wait for an answer about their token; one more is sent away."""
 LONGEST = 16_384
 """Characters of a token; no account's is longer."""
 
@@ -59,33 +61,40 @@ class Readers:
         self._known: OrderedDict[bytes, tuple[float, Verdict]] = OrderedDict()
         self._strangers = TokenBucket(STRANGERS, STRANGERS_REFILL)
         self._one = asyncio.Lock()
+        self._waiting = 0
 
     async def judge(self, authorization: str) -> Verdict:
         """Whether a request with that header may read."""
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
-        if scheme.lower() != "bearer" or not token or len(token) > LONGEST:
+        if scheme.lower() != "bearer" or not token or not token.isascii() or len(token) > LONGEST:
             return Verdict(401, "give the token of an account, as Authorization: Bearer TOKEN")
-        key = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+        key = hashlib.sha256(token.encode()).digest()
         if (verdict := self._fresh(key)) is not None:
             return verdict
         let_in = key in self._known and self._known[key][1].status == 200
-        if not let_in and self._strangers.wait(self._clock()) > 0:
-            return Verdict(429, "too many tokens that are not known; try again in a minute")
+        if self._waiting >= WAITING or (not let_in and self._strangers.wait(self._clock()) > 0):
+            return Verdict(429, "too many ask at once, or with tokens that are not known; try again in a minute")
         if not let_in:
             self._strangers.spend(self._clock())
-        async with self._one:
-            if (verdict := self._fresh(key)) is not None:  # another request with it was quicker
-                return verdict
-            try:
-                verdict = await self._ask(token)
-            except ApiError as error:
-                logger.warning("a reader of the metrics cannot be judged: %s", error)
-                return Verdict(503, f"the API server does not say who you are: {error}")
-            self._known[key] = self._clock(), verdict
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-            return verdict
+        self._waiting += 1
+        try:
+            async with self._one:
+                # Another request with it may have been quicker.
+                return self._fresh(key) or await self._learn(key, token)
+        finally:
+            self._waiting -= 1
+
+    async def _learn(self, key: bytes, token: str) -> Verdict:
+        try:
+            verdict = await self._ask(token)
+        except ApiError as error:
+            logger.warning("a reader of the metrics cannot be judged: %s", error)
+            return Verdict(503, f"the API server does not say who you are: {error}")
+        self._known[key] = self._clock(), verdict
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return verdict
 
     def _fresh(self, key: bytes) -> Verdict | None:
         if key not in self._known:

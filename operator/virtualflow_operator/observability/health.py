@@ -30,18 +30,6 @@ BACKLOG = 64
 """Connections that may wait to be accepted."""
 
 
-class Verdict(Protocol):
-    """An answer to a reader of the metrics."""
-
-    @property
-    def status(self) -> int:
-        """200: it may read; else the HTTP status of the refusal."""
-
-    @property
-    def reason(self) -> str:
-        """Why not."""
-
-
 class Stalling(Protocol):
     """A queue that knows for how long nothing has moved."""
 
@@ -67,7 +55,8 @@ class HealthServer:
         ready: asked by ``/readyz``. A replica that stands by, and could lead, is ready.
         health_port: 0: any free one; :attr:`health_port` tells which.
         host: the address to listen on; empty: all, of both families.
-        judge: says by a request's ``Authorization`` header whether it may read the metrics; ``None``: everybody may.
+        judge: says by a request's ``Authorization`` header whether it may read the metrics: 200, or another status and
+            why not; ``None``: everybody may.
     """
 
     def __init__(
@@ -79,7 +68,7 @@ class HealthServer:
         health_port: int,
         metrics_port: int,
         host: str = "",
-        judge: Callable[[str], Awaitable[Verdict]] | None = None,
+        judge: Callable[[str], Awaitable[tuple[int, str]]] | None = None,
     ) -> None:
         self.health_port = health_port
         self.metrics_port = metrics_port
@@ -133,10 +122,10 @@ class HealthServer:
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         if self._judge is not None:
-            verdict = await self._judge(request.headers.get("Authorization", ""))
-            if verdict.status != 200:
-                told = {"WWW-Authenticate": "Bearer"} if verdict.status == 401 else {}
-                return web.Response(status=verdict.status, text=f"{verdict.reason}\n", headers=told)
+            status, reason = await self._judge(request.headers.get("Authorization", ""))
+            if status != 200:
+                told = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+                return web.Response(status=status, text=f"{reason}\n", headers=told)
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

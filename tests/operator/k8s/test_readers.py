@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from virtualflow_operator.k8s.errors import Unavailable
-from virtualflow_operator.k8s.readers import FRESH, REMEMBERED, STRANGERS, Readers
+from virtualflow_operator.k8s.readers import FRESH, REMEMBERED, STRANGERS, WAITING, Readers
 from virtualflow_operator.k8s.resources import TOKEN_REVIEWS, Resource
 
 
@@ -49,6 +49,7 @@ class Reviews:
         ("Bearer ", 401, "give the token"),
         ("Basic cHJvbWV0aGV1cw==", 401, "give the token"),
         ("Bearer " + "x" * 20_000, 401, "give the token"),
+        ("Bearer t\udc80", 401, "give the token"),
     ],
 )
 def test_a_reader_is_whom_the_api_server_lets(header: str, status: int, says: str) -> None:
@@ -61,7 +62,7 @@ def test_a_token_is_asked_about_once_a_minute_however_often_it_reads() -> None:
     async def story() -> None:
         api = Reviews()
         readers = api.readers()
-        await asyncio.gather(*(readers.judge("Bearer prometheus") for _ in range(50)))
+        await asyncio.gather(*(readers.judge("Bearer prometheus") for _ in range(WAITING // 2)))
         api.now = FRESH - 1
         assert (await readers.judge("Bearer prometheus")).status == 200
         assert api.asked == ["prometheus"]
@@ -82,6 +83,9 @@ def test_a_flood_of_strangers_asks_little_and_keeps_no_reader_out() -> None:
         api.now = FRESH
         assert (await readers.judge("Bearer prometheus")).status == 200, "it was let in before"
         assert len(readers._known) <= REMEMBERED
+        api.now = 2 * FRESH
+        answers = await asyncio.gather(*(readers.judge("Bearer prometheus") for _ in range(2 * WAITING)))
+        assert [answer.status for answer in answers] == [200] * WAITING + [429] * WAITING
 
     asyncio.run(story())
 
