@@ -15,6 +15,7 @@ from chromium import HOW, PROGRAM, Tab, browser
 from coordinator_server import SETTINGS, TOKEN, Server, serving
 from large_job import fill, happen, train
 
+from virtualflow.coordinator.page.files import WORDS
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.live_view import page_address
@@ -30,39 +31,16 @@ window.fetch = (...all) => { asked += 1; return fetching(...all); };
 window.setTimeout = (...all) => { timers += 1; return waiting(...all); };
 """
 """Put before a page's own script: what it does to ask again is done when it has said its sentence."""
-CONTRAST = """
-(() => {
-  const light = (colour) => {
-    const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map((c) => {
-      c /= 255;
-      return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (e) => {
-    for (; e; e = e.parentElement) {
-      const c = getComputedStyle(e).backgroundColor;
-      if (c !== "rgba(0, 0, 0, 0)") return c;
-    }
-  };
-  let least = 21, which = "";
-  const texts = "h1 span,h2,p,dt,dd span,dd small,th,td,figcaption *,summary,footer";
-  for (const e of document.querySelectorAll(texts)) {
-    if (!e.textContent || !e.clientHeight) continue;
-    const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x);
-    const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < least) [least, which] = [ratio, e.outerHTML.slice(0, 80)];
-  }
-  return [least, which];
-})()
-"""
-"""The least contrast of any text with what is behind it, as WCAG counts it, and of which."""
 
 
 def with_browser(
-    story: Callable[[Server, Tab], Awaitable[None]], seconds: float = 120.0, interval: float = 0.05
+    story: Callable[[Server, Tab], Awaitable[None]],
+    seconds: float = 120.0,
+    interval: float = 0.05,
+    logs: Path | None = None,
 ) -> None:
-    settings = CoordinatorSettings(membership=SETTINGS.membership, live_page=LivePageSettings(interval=interval))
+    shown = LivePageSettings(interval=interval, logs=logs)
+    settings = CoordinatorSettings(membership=SETTINGS.membership, live_page=shown)
 
     async def play() -> None:
         async with asyncio.timeout(seconds), serving(settings) as server, browser() as tab:
@@ -371,22 +349,43 @@ def test_curves_can_be_zoomed_smoothed_compared_and_taken_along(tmp_path: Path) 
     with_browser(story)
 
 
-def test_it_fits_a_phone_and_is_readable_in_light_and_dark(tmp_path: Path) -> None:
-    async def story(server: Server, tab: Tab) -> None:
-        fill(server.state, 64, 1_000, 50)
-        for step in range(1, 500):
-            train(server.state, step)
-        await show(server, tab)
-        for width, dark in ((360, False), (360, True), (1_280, False), (1_280, True)):
-            await tab.look(width, dark=dark)
-            assert await tab.value("document.documentElement.scrollWidth <= innerWidth"), "only tables scroll sideways"
-            least, which = await tab.value(CONTRAST)
-            assert least >= 4.5, which
-            picture = tmp_path / f"{width}-{dark}.png"
-            await tab.picture(picture)
-            assert picture.stat().st_size > 10_000
+def test_words_are_explained_on_hover_and_by_keyboard_and_a_log_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "worker-1.log").write_text("<b>bold</b>\nlast line\n")
 
-    with_browser(story)
+    async def story(server: Server, tab: Tab) -> None:
+        fill(server.state, 2, 8, 2)
+        train(server.state, 3)
+        server.state.hold = 7
+        await tab.look(1_280, height=900)
+        await show(server, tab)
+        words = await tab.value("[...document.querySelectorAll('.word')].map(e => e.textContent.toLowerCase())")
+        assert {"held", "goodput", "generation", "predicted", "bitwise", "virtual nodes again"} <= set(words)
+        tip, goodput = "document.querySelector('.meaning')", "document.querySelectorAll('#facts .word')[0]"
+        assert await tab.value(f"{tip}.hidden")
+        await tab.value(f"{goodput}.focus()")
+        assert await tab.value(f"[{tip}.hidden, {tip}.textContent]") == [False, WORDS["goodput"]]
+        await tab.say("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+        assert await tab.value(f"{tip}.hidden")
+        again = "[...document.querySelectorAll('th .word')].at(-1)"
+        await tab.value(f"{again}.scrollIntoView()")
+        x, y = await tab.value(f"(at => [at.left + 5, at.top + 5])({again}.getBoundingClientRect())")
+        await tab.say("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        await tab.until(f"{tip}.textContent === {json.dumps(WORDS['virtual nodes again'])} && !{tip}.hidden")
+        told = await tab.say("Accessibility.getFullAXTree")
+        described = {node.get("description", {}).get("value") for node in told["nodes"]}
+        assert WORDS["goodput"] in described, "a screen reader reads it"
+        worker = "[...document.querySelectorAll('.name button')]"
+        await tab.value(f"{worker}[1].click()")
+        await tab.until("document.getElementById('lines').textContent === '<b>bold</b>\\nlast line'")
+        (tmp_path / "worker-1.log").write_text("newer\n")
+        await tab.until("document.getElementById('lines').textContent === 'newer'")
+        await tab.value(f"{worker}[0].click()")
+        await tab.until("document.getElementById('lines').textContent.startsWith('no worker of that name has printed')")
+        await tab.value("document.getElementById('unlog').click()")
+        assert await tab.value("document.getElementById('log').hidden")
+        assert [one for one in tab.complaints if "404" not in one] == []
+
+    with_browser(story, logs=tmp_path)
 
 
 def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:

@@ -317,6 +317,19 @@ def test_a_heartbeat_says_what_the_training_thread_does(coordinator: Coordinator
         )
 
 
+def test_what_the_process_takes_of_its_machine_is_told_also_by_who_needs_no_heartbeat(coordinator: Coordinator) -> None:
+    usage = m.Usage(0.5, 10.0, 1 << 20)
+    with link_to(coordinator.url) as link:
+        link.usage = lambda: usage
+
+        def told() -> list[m.Usage | None]:
+            link.send(m.Note("info", "so much is said that no heartbeat is due"))
+            return [one.usage for one in coordinator.told if isinstance(one, m.Heartbeat)]
+
+        coordinator.hears(lambda: usage in told())
+        assert told().count(usage) == 1, "now and then"
+
+
 def test_who_waits_for_news_of_the_coordinator_says_so(coordinator: Coordinator) -> None:
     with link_to(coordinator.url) as link:
 

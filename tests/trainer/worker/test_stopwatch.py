@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from virtualflow.protocol.messages import Change, Generation, Member, Plan
 from virtualflow.protocol.settings import MAX_TEXT
+from virtualflow.worker.member_state import MemberState
+from virtualflow.worker.reporter import UsageMeter
 from virtualflow.worker.settings import MAX_STEP_TIMES
 from virtualflow.worker.stopwatch import Stopwatch
 
@@ -32,6 +36,21 @@ def change(plans: list[Plan], before: int | None = 3, **facts: Any) -> Change | 
     for entered in plans:
         watch.enter(entered, has_state=True)
     return watch.commit(10.5, 7, before, plans[-1].generation if plans else Generation(1, 1))
+
+
+def test_samples_a_second_follow_from_the_steps_and_the_virtual_nodes_of_a_worker() -> None:
+    state = MemberState(8, "one machine", assigned=range(4))
+    meter = UsageMeter(torch.device("cpu"), state, batch_size=64)
+    began = time.monotonic()
+    sum(range(200_000))
+    state.step = 10
+    usage = meter.read()
+    assert usage.samples == pytest.approx(10 * 64 / 2 / (time.monotonic() - began), rel=0.5)
+    assert 0 < usage.processors < 100
+    assert (usage.memory or 0) > 10 << 20
+    assert (usage.device_memory, usage.device_share) == (None, None)
+    state.step = 5
+    assert meter.read().samples is None, "a restart from a checkpoint"
 
 
 @pytest.mark.parametrize(

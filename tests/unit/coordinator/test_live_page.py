@@ -8,12 +8,13 @@ import json
 import re
 import time
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
-from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, told, with_server
+from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, told, until, with_server
 from large_job import fill, happen, train
 from msgspec import structs
 
@@ -30,7 +31,7 @@ from virtualflow.coordinator.status_view import describe
 from virtualflow.protocol import http_api
 from virtualflow.protocol.job_view import ViewJob, ViewLog, ViewNow
 from virtualflow.protocol.live_view import View, ViewSeries, page_address, view_token
-from virtualflow.protocol.messages import Welcome, encode
+from virtualflow.protocol.messages import Heartbeat, Usage, Welcome, encode
 
 LOOKS = {"Authorization": f"Bearer {view_token(TOKEN)}"}
 
@@ -132,7 +133,7 @@ def test_who_may_look_may_do_nothing_else() -> None:
         for path in http_api.PATHS.values():
             async with server.client.post(f"{server.url}{path}", headers=LOOKS, data=body) as answer:
                 assert answer.status == 403
-                assert "opens GET /v1/view and nothing else" in (await answer.json())["message"]
+                assert "opens GET /v1/view and /v1/log, and nothing else" in (await answer.json())["message"]
                 assert answer.headers["Connection"] == "close"
         for method in ("GET", "PUT"):
             async with server.client.request(method, f"{server.url}{http_api.COPY_PATH}", headers=LOOKS) as answer:
@@ -230,6 +231,60 @@ def test_of_very_many_workers_the_first_are_listed_and_the_others_counted() -> N
     with_server(story)
 
 
+def test_what_a_worker_takes_of_its_machine_is_shown_in_the_full_status_alone() -> None:
+    async def story(server: Server) -> None:
+        stream = await server.worker("worker-0")
+        usage = Usage(1.257, 412.0, 3 << 30, 20 << 30, 0.97)
+        await stream.send_bytes(encode(Heartbeat(None, usage)))
+        await until(lambda: compose(server.state).job.workers[0].usage[0] != "")
+        shown = compose(server.state).job.workers[0].usage
+        assert shown == ("412", "1.26 cores", "3.00 GiB", "20.0 GiB", "97 %")
+        assert describe(server.state, brief=True).workers[0].usage is None
+        assert [worker.usage for worker in describe(server.state).workers] == [usage]
+        server.state.fail("it is over")
+        assert compose(server.state).job.workers[0].usage == ("",) * 5
+
+    with_server(story)
+
+
+async def read_log(server: Server, worker: str) -> tuple[int, str]:
+    async with server.client.get(f"{server.url}/v1/log", params={"worker": worker}, headers=LOOKS) as answer:
+        text = await answer.text()
+        return answer.status, text if answer.status == 200 else json.loads(text)["message"]
+
+
+def test_the_end_of_a_workers_log_can_be_read_and_no_other_file(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (tmp_path / "secret.log").write_text("secret")
+    (logs / "worker-0.log").write_bytes(b"".join(b"line %d\n" % n for n in range(1_000)) + b"1 %\r2 %\r\n\x1b[2Jx\xff")
+    (logs / "worker-1.log").write_bytes(b"a" * 100_000 + b"\nlast\n")
+    (logs / "worker-2.log").symlink_to("/dev/zero")
+
+    async def story(server: Server) -> None:
+        code, text = await read_log(server, "worker-0")
+        lines = text.split("\n")
+        assert (code, len(lines), lines[0], lines[-3:]) == (200, 200, "line 802", ["line 999", "2 %", "\\x1b[2Jx�"])
+        assert await read_log(server, "worker-1") == (200, "last")
+        nothing = (404, "no worker of that name has printed anything here")
+        for name in ("worker-2", "worker-3", "../secret", "/etc/passwd", "", "x\0y", "w" * 5_000):
+            assert await read_log(server, name) == nothing
+        codes = [(await read_log(server, "worker-1"))[0] for _ in range(100)]
+        assert set(codes) == {200, 429}, "they take no more time than pages may"
+
+    with_server(story, settings(logs=logs))
+
+
+def test_where_there_are_no_logs_it_is_said_where_they_are() -> None:
+    async def story(server: Server) -> None:
+        assert await read_log(server, "worker-0") == (
+            404,
+            "logs are where the workers run: kubectl vf logs JOB prints those of a cluster",
+        )
+
+    with_server(story)
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +355,21 @@ def test_a_flood_of_first_looks_gets_what_there_are_places_for() -> None:
         assert set(codes) == {200, 429}
 
     with_server(story, settings(interval=1.0, viewers=8))
+
+
+def test_a_page_that_waits_hears_of_a_lost_worker_before_its_time() -> None:
+    async def story(server: Server) -> None:
+        await server.worker("worker-0")
+        first = await look(server)
+        began = time.monotonic()
+        asking = asyncio.create_task(look(server, first.have))
+        while not server.coordinator._page._waiting:  # noqa: ASYNC110 - the state of another task
+            await asyncio.sleep(0.01)
+        server.coordinator.call(http_api.GoneCall("worker-0", None, "killed"))
+        assert "worker-0 (killed)" in str(msgspec.json.decode((await asking).job, type=ViewJob).notes)
+        assert time.monotonic() - began < 7.0, "it waits only until the view may be put together again"
+
+    with_server(story, settings(interval=8.0))
 
 
 def test_a_page_that_waits_hears_how_the_job_ended() -> None:

@@ -27,6 +27,7 @@ import yaml
 
 import virtualflow
 import virtualflow_operator
+from virtualflow.coordinator.page.files import WORDS
 from virtualflow.integrations import export
 from virtualflow.launcher import cli
 from virtualflow.launcher.fault_schedule import parse_schedule
@@ -422,6 +423,14 @@ def test_a_document_uses_the_words_of_the_glossary(document: Path) -> None:
         return
     text = re.sub(r"^```.*?^```$|`[^`\n]+`", "", document.read_text(), flags=re.MULTILINE | re.DOTALL).lower()
     assert [word for word in FORMER_WORDS if word in text] == []
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_pages_of_a_job_explain_a_word_as_the_glossary_does(word: str) -> None:
+    rows = [line.split(" | ") for line in (DOCS / "glossary.md").read_text().splitlines() if line.startswith("| ")]
+    meanings = {row[0].removeprefix("| "): re.sub(r"; see \[.*", "", row[1]) for row in rows if len(row) > 1}
+    meaning = meanings.get(word) or meanings[word.removesuffix("s")]
+    assert meaning == WORDS[word]
 
 
 @pytest.mark.parametrize("name", ["idea", "architecture"])

@@ -37,6 +37,8 @@ class Contact:
     """``None``: it has no budget of memory to plan within."""
     crashed: bool = False
     """Its script failed, as it has said itself."""
+    usage: m.Usage | None = None
+    """What it takes of its machine, as it said last."""
     told_end: bool = False
 
 

@@ -136,6 +136,7 @@ class CoordinatorServer:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get(live_view.PAGE_PATH, _no_page if self._page is None else self._page.show)
         app.router.add_get(live_view.VIEW_PATH, _no_page if self._page is None else self._page.view)
+        app.router.add_get(live_view.LOG_PATH, _no_page if self._page is None else self._page.log)
         app.router.add_get("/v1/status", self._watchers.show)
         app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
@@ -204,6 +205,8 @@ class CoordinatorServer:
             delay = max(wake_at - time.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay, self._turn)
         self._watchers.notice()
+        if self._page is not None:
+            self._page.notice()
         if not self.stopping:
             self._stopped.set()
 
@@ -286,12 +289,16 @@ class CoordinatorServer:
         given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
         knows = hmac.compare_digest(given, self._digest) and scheme.lower() == "bearer"
         looks = hmac.compare_digest(given, self._view_digest) and scheme.lower() == "bearer"
-        if looks and request.path == live_view.VIEW_PATH:
+        if looks and request.path in (live_view.VIEW_PATH, live_view.LOG_PATH):
             return await handler(request)  # a stranger to the door all the same: who only looks gets no place for long
         if not knows:
             refusal = answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
             if looks:
-                refusal = answer(403, f"that token is for looking: it opens GET {live_view.VIEW_PATH} and nothing else")
+                refusal = answer(
+                    403,
+                    f"that token is for looking: it opens GET {live_view.VIEW_PATH} and {live_view.LOG_PATH}, and "
+                    "nothing else",
+                )
             refusal.force_close()
             return refusal
         self.door.admit(request.transport)

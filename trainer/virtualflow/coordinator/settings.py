@@ -6,6 +6,7 @@ Durations are seconds and sizes are bytes unless a name says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT, MAX_WORKERS
 
@@ -168,6 +169,12 @@ class LivePageSettings:
     """The share of the coordinator's time that may go into putting together what pages show."""
     record_interval: float = 5.0
     """The first few members fetch the record of the job this often, for a coordinator that takes this one's place."""
+    logs: Path | None = None
+    """Where each worker's output is, as ``NAME.log`` (``VIRTUALFLOW_LOG_DIR``); ``None``: not on this machine."""
+    log_lines: int = 200
+    """The last lines of one that are shown,"""
+    log_bytes: int = 64 << 10
+    """and of these the last bytes."""
 
 
 @dataclass(frozen=True)

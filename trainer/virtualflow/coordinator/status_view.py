@@ -132,4 +132,5 @@ def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> ht
         assigned.stop,
         None if pace is None else 1_000 * pace,
         contact.crashed,
+        None if brief else contact.usage,
     )

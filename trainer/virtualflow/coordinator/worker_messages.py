@@ -46,7 +46,9 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
     match message:
         case m.Hello():
             return
-        case m.Heartbeat(doing):
+        case m.Heartbeat(doing, usage):
+            if usage is not None:  # which nothing is decided by
+                state.roster.contacts[incarnation].usage = usage
             if not _beats(state, worker, doing):
                 return
         case m.Stacks(place, text):

@@ -12,7 +12,7 @@ from virtualflow.device.determinism import (
     pin,
     probe_bits,
 )
-from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage, free_bytes
+from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage, free_bytes, status_bytes
 
 __all__ = [
     "FreedMemory",
@@ -27,4 +27,5 @@ __all__ = [
     "has_spare_processor",
     "pin",
     "probe_bits",
+    "status_bytes",
 ]

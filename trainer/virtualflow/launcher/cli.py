@@ -19,16 +19,17 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from virtualflow._process import obey_sigterm
-from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings
+from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings, LivePageSettings
 from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
 from virtualflow.protocol.environment import read_number
-from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_LOG_DIR, ENV_TOKEN
 from virtualflow.protocol.wording import counted, printable
 
 if TYPE_CHECKING:
@@ -291,7 +292,9 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
         wanted=arguments.wanted,
         minimum=arguments.minimum,
         settings=CoordinatorSettings(
-            membership=membership, confirmed_start=bool(read_number(ENV_CONFIRMED_START, int, 0))
+            membership=membership,
+            live_page=LivePageSettings(logs=Path(logs) if (logs := os.environ.get(ENV_LOG_DIR)) else None),
+            confirmed_start=bool(read_number(ENV_CONFIRMED_START, int, 0)),
         ),
         ready_file=arguments.ready_file,
     )

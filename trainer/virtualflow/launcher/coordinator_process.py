@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit, ourselves
-from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_TOKEN
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_LOG_DIR, ENV_TOKEN
 
 HOST = "127.0.0.1"
 
@@ -105,6 +105,7 @@ class CoordinatorProcess:
             **os.environ,
             ENV_TOKEN: self._token,
             ENV_CONFIRMED_START: "1",
+            ENV_LOG_DIR: str(self._directory),
             "PYTHONPATH": _SEARCH_PATH,
         }
         log = self._directory / "coordinator.log"

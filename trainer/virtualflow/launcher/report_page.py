@@ -97,7 +97,7 @@ def page(report: Report) -> str:
         rows = [(name, "not finite" if v is None else show_metric(v)) for name, v in sorted(report.metrics.items())]
         parts.append(_section("Metrics of the last step", _table(("metric", "value"), rows, numbers={1})))
     title, code = escape(f"{report.job}: {report.phase}"), drawing()
-    scripts = (code.library, code.script + draw) if draw else ()
+    scripts = (code.library, code.basics + code.script + draw) if draw else ()
     rule = policy(code.style, *scripts, attributes=True)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'

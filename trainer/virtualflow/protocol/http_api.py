@@ -24,6 +24,7 @@ from virtualflow.protocol.messages import (
     Seconds,
     Sentence,
     Traceback,
+    Usage,
     Version,
     Word,
 )
@@ -142,6 +143,8 @@ class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
     """How long it computes for a virtual node, as measured or else by a profile; not in a brief status."""
     crashed: bool = False
     """It has said that its script failed."""
+    usage: Usage | None = None
+    """What it takes and makes, as it said last; not in a brief status."""
 
     @property
     def assigned(self) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from virtualflow.protocol.http_api import ENDED, Event, Phase, Status, WorkerStatus
-from virtualflow.protocol.messages import Base, Change
+from virtualflow.protocol.messages import Base, Change, Usage
 from virtualflow.protocol.wording import (
     counted,
     describe_end,
@@ -131,6 +131,9 @@ class Fact(NamedTuple):
         return f"{self.value} ({self.note})" if self.note else self.value
 
 
+USAGE_COLUMNS = ("samples/s", "CPU", "memory", "GPU memory", "GPU")
+
+
 class WorkerView(Base, frozen=True, tag=False):
     """A worker as a row of a table, in words but for what is drawn."""
 
@@ -143,6 +146,8 @@ class WorkerView(Base, frozen=True, tag=False):
     pace: str
     """Milliseconds per virtual node."""
     pid: int
+    usage: tuple[str, ...]
+    """A cell for each of ``USAGE_COLUMNS``; empty: nobody knows."""
 
 
 class ViewNow(Base, frozen=True, tag=False):
@@ -380,8 +385,19 @@ def _worker(worker: WorkerStatus, phase: Phase) -> WorkerView:
     count = worker.last - worker.first
     nodes = describe_nodes(worker.first, worker.last) if count > 0 else "-"
     pace = "-" if worker.pace_ms is None else figure(worker.pace_ms)
-    return WorkerView(
-        worker.worker, "crashed" if worker.crashed else state, worker.first, max(0, count), nodes, pace, worker.pid
+    usage = _usage(worker.usage if phase not in ENDED else None)
+    state = "crashed" if worker.crashed else state
+    return WorkerView(worker.worker, state, worker.first, max(0, count), nodes, pace, worker.pid, usage)
+
+
+def _usage(usage: Usage | None) -> tuple[str, ...]:
+    if usage is None:
+        return ("",) * len(USAGE_COLUMNS)
+    return (
+        "" if usage.samples is None else figure(usage.samples),
+        f"{usage.processors:.2f} cores",
+        *("" if size is None else format_bytes(size) for size in (usage.memory, usage.device_memory)),
+        "" if usage.device_share is None else f"{100 * usage.device_share:.0f} %",
     )
 
 

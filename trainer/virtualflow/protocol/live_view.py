@@ -18,6 +18,8 @@ from virtualflow.protocol.messages import Base, Count, NonFinite
 PAGE_PATH = "/ui"
 """The page: one for all jobs, without a token."""
 VIEW_PATH = "/v1/view"
+LOG_PATH = "/v1/log"
+"""The end of a worker's log, as text: ``?worker=NAME``."""
 
 
 def view_token(token: str) -> str:
@@ -54,6 +56,8 @@ class ViewSeries(Base, frozen=True, tag=False):
     breaks: tuple[Break, ...] = ()
     began: float | None = None
     """Unix time of the first figures."""
+    width: Count = 0
+    """Steps that share a point; 0: an earlier version does not say."""
     non_finite: NonFinite | None = None
     """The first metric that was not finite."""
 

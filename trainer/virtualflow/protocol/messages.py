@@ -245,10 +245,27 @@ class Doing(Base, frozen=True, tag=False):
     slowest: Seconds = 0.0
 
 
+class Usage(Base, frozen=True, tag=False):
+    """What a worker's process takes of its machine and device, and what it makes of it, since it last said so."""
+
+    processors: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    """That compute for it, on average."""
+    samples: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
+    """That it trains a second; ``None``: the steps went back meanwhile."""
+    memory: Count | None = None
+    """Resident bytes; ``None``: the machine does not tell."""
+    device_memory: Count | None = None
+    """Bytes that it holds on an accelerator; ``None``: it has none."""
+    device_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Of the time the accelerator was busy; ``None``: it does not tell."""
+
+
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
     """A sign of life, and of what the training thread is about; ``None``: not told."""
 
     doing: Doing | None = None
+    usage: Usage | None = None
+    """Now and then, for people to read."""
 
 
 class Stacks(Base, frozen=True, tag="stacks"):

@@ -35,6 +35,9 @@ _BACKLOG = 200
 """Messages kept while there is no connection; the oldest go first (Hello tells the state anyway)."""
 
 
+_USAGE_EVERY = 5.0
+"""Seconds between two looks at what this process takes of its machine."""
+
 _TOLD = 8
 """Latest plans that are remembered as told by the coordinator that is connected; it remembers more."""
 
@@ -55,6 +58,9 @@ class Link:
         on_over: Callable[[], None] | None = None,
     ) -> None:
         self.activity = Activity()
+        self.usage: Callable[[], m.Usage] | None = None
+        """What this process takes of its machine; called by the link's thread, now and then."""
+        self._usage_due = 0.0
         self.changed = threading.Condition()
         self.connected = False
         self.welcome: m.Welcome | None = None
@@ -310,17 +316,29 @@ class Link:
                 self._wake.clear()
                 if self._queue or self._closing.is_set():
                     continue
+                welcome = self.welcome
+                every = self._settings.heartbeat if welcome is None else welcome.heartbeat
+                usage = self._look_at_usage()  # also of a worker that says so much that it needs no sign of life
                 try:
-                    welcome = self.welcome
-                    every = self._settings.heartbeat if welcome is None else welcome.heartbeat
                     async with asyncio.timeout(every):
-                        await self._wake.wait()
+                        if usage is None:
+                            await self._wake.wait()
+                            continue
                 except TimeoutError:
-                    await socket.send_bytes(m.encode(m.Heartbeat(self.activity.report(2 * every))))
+                    pass
+                await socket.send_bytes(m.encode(m.Heartbeat(self.activity.report(2 * every), usage)))
         except Exception as error:  # noqa: BLE001 - nobody waits for this task; the training thread raises it
             if not isinstance(error, aiohttp.ClientError | OSError):
                 self.fail(error)
             await socket.close()
+
+    def _look_at_usage(self) -> m.Usage | None:
+        """If it is time to."""
+        now = time.monotonic()
+        if self.usage is None or now < self._usage_due:
+            return None
+        self._usage_due = now + _USAGE_EVERY
+        return self.usage()
 
     def _take(self, message: m.ToWorker) -> None:
         with self.changed:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from virtualflow.data import CountWatch, MicroBatch
+from virtualflow.device import status_bytes
 from virtualflow.errors import DoesNotFit, NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.machine_faults import is_machine_fault
@@ -15,6 +19,7 @@ from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.protocol.wording import as_metrics
 from virtualflow.state import digests
 from virtualflow.step import Attempt, StepPart, Told
+from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.pace import Estimate, PaceMeter, PaceReportPolicy
 from virtualflow.worker.settings import PaceSettings, WorkerSettings
 from virtualflow.worker.standalone import AnySession
@@ -115,6 +120,51 @@ class Reporter(StepPart):
             non_finite=training.non_finite,
             stopped_early=stopped_early,
         )
+
+
+class UsageMeter:
+    """What this process takes of its machine and device, and the samples that it trains; for another thread to read.
+
+    Args:
+        device: of the model.
+        state: where the training is.
+        batch_size: of a step, of all workers together.
+    """
+
+    def __init__(self, device: torch.device, state: MemberState, batch_size: int) -> None:
+        self._device, self._state = device, state
+        self._node = batch_size / state.virtual_nodes
+        self._looked, self._spent, self._step = time.monotonic(), time.process_time(), state.step
+
+    def read(self) -> m.Usage:
+        """What that was since it was last read; a change of the assignment meanwhile is not gone into."""
+        now, spent, step = time.monotonic(), time.process_time(), self._state.step
+        passed, steps = max(now - self._looked, 1e-3), step - self._step
+        processors = (spent - self._spent) / passed
+        self._looked, self._spent, self._step = now, spent, step
+        held = share = None
+        if self._device.type == "cuda":
+            held = torch.cuda.memory_reserved(self._device)
+            share = _busy(self._device)
+        return m.Usage(
+            processors=processors,
+            samples=steps * self._node * len(self._state.assigned) / passed if steps >= 0 else None,
+            memory=status_bytes().get("VmRSS"),
+            device_memory=held,
+            device_share=share,
+        )
+
+
+def _busy(device: torch.device) -> float | None:
+    """The share of the last moments in which a GPU was busy; ``None``: its driver does not tell."""
+    if find_spec("pynvml") is None:
+        return None
+    import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    try:
+        return torch.cuda.utilization(device) / 100
+    except pynvml.NVMLError:
+        return None
 
 
 class PlannedActivations(StepPart):

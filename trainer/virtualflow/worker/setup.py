@@ -54,7 +54,7 @@ from virtualflow.worker.options import describe_samples
 from virtualflow.worker.parts import in_order
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
 from virtualflow.worker.records import Audit, Explanation, TraceWriter
-from virtualflow.worker.reporter import Pacing, PlannedActivations, Reporter
+from virtualflow.worker.reporter import Pacing, PlannedActivations, Reporter, UsageMeter
 from virtualflow.worker.request import Request, check_request
 from virtualflow.worker.session import Session
 from virtualflow.worker.standalone import AnySession, PastRunSession, StandaloneSession
@@ -121,6 +121,7 @@ def open_session(request: Request, resources: ExitStack, incarnation: str) -> An
         session = StandaloneSession(state, settings)
     else:
         session = Session(environment, state, settings, incarnation)
+        session.link.usage = UsageMeter(request.device, state, request.options.batch_size).read
     resources.callback(session.close)
     return session
 

@@ -23,6 +23,55 @@ function moment(time, now) {
   return `${then.toDateString() === today.toDateString() ? "" : `${calendar.format(then)}, `}${clock.format(then)}`;
 }
 
+// --- what words mean, on hover and for the keyboard --------------------------------------------------------------------
+
+const TERMS = Object.keys(WORDS).sort((one, other) => other.length - one.length), TERM = new RegExp(`\\b(${TERMS.join("|")})\\b`, "i");
+
+// Writes a text in which such words can be asked.
+function gloss(node, text) {
+  if (node.textContent === text) return;
+  const parts = text.split(TERM).map((part) => {
+    const place = TERMS.indexOf(part.toLowerCase());
+    return place < 0 ? part : make("span", {class: "word", tabindex: "0", "aria-describedby": `word-${place}`}, part);
+  });
+  node.replaceChildren(...parts);
+}
+
+function explainWords() {
+  const tip = make("div", {class: "tip meaning", "aria-hidden": "true", hidden: ""});
+  document.body.append(tip, make("div", {hidden: ""}, ...TERMS.map((term, place) => make("p", {id: `word-${place}`}, WORDS[term]))));
+  let word = null;
+  const place = () => {
+    tip.hidden = !word;
+    if (!word) return;
+    write(tip, find(word.getAttribute("aria-describedby")).textContent);
+    const at = word.getBoundingClientRect(), below = at.bottom + tip.offsetHeight + 8 < innerHeight;
+    tip.style.left = `${Math.max(4, Math.min(at.left, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${below ? at.bottom + 4 : at.top - tip.offsetHeight - 4}px`;
+  };
+  const about = (next) => { word = next; place(); };
+  for (const name of ["mouseover", "focusin"]) {
+    document.addEventListener(name, ({target}) => { if (target.closest(".word")) about(target.closest(".word")); });
+  }
+  for (const name of ["mouseout", "focusout"]) document.addEventListener(name, () => { if (word) about(null); });
+  document.addEventListener("scroll", place, true);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") about(null); });
+  for (const node of document.querySelectorAll("th, dt, dd small")) {
+    const text = node.childElementCount ? "" : node.textContent;
+    if (TERM.test(text)) { write(node, ""); gloss(node, text); }
+  }
+}
+
+function copying(text) {
+  const button = make("button", {type: "button", class: "copy"}, "Copy");
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text());
+    write(button, "Copied");
+    setTimeout(() => write(button, "Copy"), 2000);
+  });
+  return button;
+}
+
 // --- nodes -----------------------------------------------------------------------------------------------------------
 
 function write(node, text) {

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 
 _FOLDER = files(__package__)
+
+WORDS = {
+    "bitwise": "a job with the same bits for any workers",
+    "coordinator": "one small process per job without torch. It knows the workers, decides on generations, takes "
+    "signals and answers status",
+    "digest": "the SHA-256 of the final weights; equal digests mean equal bits",
+    "generation": "one membership with its assignment; its number (incarnation of the coordinator, counter) only grows",
+    "goodput": "the share of the workers' time that went into steps that count",
+    "held": "of a job: it makes no step after this one until it is let go, as fault schedules ask for",
+    "predicted": "of a step: how long it should take by the workers' paces and assignments",
+    "statistical": "a faster job with the same result in distribution",
+    "steps repeated": "aborted attempts at a step: the workers that were left made the step again",
+    "virtual nodes": "one of V equal slices of every global batch; V never changes in a job's life",
+    "virtual nodes again": "virtual nodes that were computed once more for a repeated step; what the survivors had "
+    "computed of it was kept",
+}
+"""What the pages explain where it stands, in the words of the glossary."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,10 @@ class Drawing:
     """That all pages of the project share, and that of the curves."""
     library: str
     """uPlot, as its authors publish it."""
+    basics: str
+    """Words and nodes, for a page with curves or without."""
     script: str
+    """It goes behind ``basics``."""
 
 
 def drawing() -> Drawing:
@@ -35,14 +57,15 @@ def drawing() -> Drawing:
     return Drawing(
         style=_read("uplot/uPlot.min.css") + _read("look.css") + _read("curves.css"),
         library=_read("uplot/uPlot.iife.min.js"),
-        script=_read("basics.js") + _read("drawn.js") + _read("curves.js"),
+        basics=f"const WORDS = {json.dumps(WORDS)};\n{_script('basics.js')}",
+        script=_script("drawn.js") + _script("curves.js"),
     )
 
 
 def build() -> Page:
     """Put the live page together."""
     curves = drawing()
-    style, script = curves.style + _read("page.css"), curves.script + _read("page.js")
+    style, script = curves.style + _read("page.css"), curves.basics + curves.script + _script("page.js")
     html = _read("page.html")
     for place, content in (("STYLE", style), ("LIBRARY", curves.library), ("SCRIPT", script)):
         html = html.replace(f"/*{place}*/", content)
@@ -62,6 +85,11 @@ def policy(style: str, *scripts: str, attributes: bool = False) -> str:
     if attributes:
         rules += "; style-src-attr 'unsafe-inline'"
     return f"{rules}; base-uri 'none'; form-action 'none'"
+
+
+def _script(name: str) -> str:
+    """One of our own, without comments and indentation, which no browser needs."""
+    return re.sub(r"^\s*(?://.*\n)?", "", _read(name), flags=re.MULTILINE)
 
 
 def _read(name: str) -> str:

@@ -1,20 +1,24 @@
-"""The live page of a job: ``GET /ui`` serves the page, ``GET /v1/view`` what it shows.
+"""The live page of a job: ``GET /ui`` serves the page, ``GET /v1/view`` what it shows, ``GET /v1/log`` a worker's log.
 
-A page asks again as soon as it has its answer, and the answer waits for its time, or for the coordinator's end: so a
-page sees how a job ended. What it shows is put together once for all pages, and only while there is one. Connections
-are closed behind each answer, so that whoever looks never holds a place that a worker might need.
+A page asks again as soon as it has its answer. The answer waits for its time, or for news of the members or the
+coordinator's end: so a page sees a loss at once, and how a job ended. What it shows is put together once for all pages,
+and only while there is one. Connections are closed behind each answer, so that whoever looks never holds a place that a
+worker might need.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
+from virtualflow.atomic_file import open_regular
 from virtualflow.coordinator.page.files import build
 from virtualflow.coordinator.settings import SHOWN_CHANGES, SHOWN_METRICS, SHOWN_WORKERS, LivePageSettings
 from virtualflow.coordinator.state import JobState
@@ -22,7 +26,8 @@ from virtualflow.coordinator.status_stream import answer
 from virtualflow.coordinator.status_view import describe
 from virtualflow.protocol.job_view import JobView, view_job
 from virtualflow.protocol.live_view import View
-from virtualflow.protocol.messages import encode
+from virtualflow.protocol.messages import Name, encode
+from virtualflow.protocol.wording import printable
 
 
 def compose(job: JobState) -> JobView:
@@ -65,11 +70,22 @@ class LivePage:
         """When the view is put together again, if anybody looks."""
         self._waiting = 0
         self._hurried_until = 0.0
-        self._end = asyncio.Event()
+        self._end, self._news = asyncio.Event(), asyncio.Event()
+        self._known: object = None
+
+    def notice(self) -> None:
+        """A turn is over: if it has brought something that people are to see at once, they need not wait."""
+        history = self._job.history
+        known = (self._job.phase, history.changes_total, len(self._job.roster.lost), history.non_finite)
+        if known != self._known:
+            self._known = known
+            self._news.set()
+            self._news = asyncio.Event()
 
     def close(self) -> None:
         """Answer all who wait, with how the job has ended."""
         self._end.set()
+        self._news.set()
 
     async def show(self, request: web.Request) -> web.Response:
         """``GET /ui``: the page, to anybody; there is nothing of the job in it."""
@@ -93,10 +109,8 @@ class LivePage:
         self._waiting += 1
         try:
             if have or not self._may_hurry():
-                async with asyncio.timeout(self._settings.interval):
-                    await self._end.wait()
-        except TimeoutError:
-            pass  # as a rule
+                await _within(self._settings.interval, self._news)
+                await _within(self._due - time.monotonic(), self._end)
         finally:
             self._waiting -= 1
         self._refresh()
@@ -106,8 +120,36 @@ class LivePage:
         view.force_close()
         return view
 
+    async def log(self, request: web.Request) -> web.Response:
+        """``GET /v1/log?worker=NAME``: the end of what a worker has printed, also of one that is gone."""
+        given, folder = request.query.get("worker", ""), self._settings.logs
+        if not self._may_hurry():
+            told = answer(429, "many pages look at logs just now; try again in a moment")
+        elif folder is None:
+            told = answer(404, "logs are where the workers run: kubectl vf logs JOB prints those of a cluster")
+        elif (log := self._end_of(folder, given)) is None:
+            told = answer(404, "no worker of that name has printed anything here")
+        else:
+            told = web.Response(text=log, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
+        told.force_close()
+        return told
+
+    def _end_of(self, folder: Path, worker: str) -> str | None:
+        """The last lines of a worker's log; ``None``: there is none."""
+        try:
+            name = msgspec.convert(worker, Name)  # which leads out of no folder
+            with open_regular(folder / f"{name}.log") as file:
+                left_out = max(0, os.fstat(file.fileno()).st_size - self._settings.log_bytes)
+                file.seek(left_out)
+                text = file.read(self._settings.log_bytes).decode("utf-8", "replace")
+        except (msgspec.ValidationError, OSError):
+            return None
+        # A bar that redraws itself ends its versions by a carriage return: the last one counts.
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
+        return printable("\n".join(lines[left_out > 0 :][-self._settings.log_lines :]))
+
     def _may_hurry(self) -> bool:
-        """Whether a new page gets its first answer at once: as many of them in an interval as there may be pages."""
+        """Whether a first look, or one at a log, is answered at once: as many in an interval as there may be pages."""
         now = time.monotonic()
         until = max(now, self._hurried_until) + self._settings.interval / self._settings.viewers
         if until > now + self._settings.interval:
@@ -138,3 +180,12 @@ class LivePage:
             if has[place : place + 1] != [numbers[place]]
         }
         return encode(View(f"{self._job.incarnation}-{'.'.join(numbers)}", msgspec.Raw(self._now), **changed))
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    """Wait for it, and so long at most."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass  # as a rule

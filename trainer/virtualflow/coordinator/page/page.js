@@ -40,6 +40,7 @@ function tile(name) {
     words.bar = make("div", {id: "bar", role: "progressbar", "aria-labelledby": "progress", "aria-valuemin": "0"}, make("span", {}));
     said.append(words.bar);
   }
+  if (name === "Digest") said.insertBefore(copying(() => words.value.textContent), words.note);
   return {node, ...words};
 }
 
@@ -60,9 +61,10 @@ function showFacts(now, job, series) {
     const {node, dt, value: shows, note, bar} = tiles.get(name), [said, more] = facts.get(name);
     const odd = name === "Not finite" || (name === "" && !Number.isFinite(Number(said)));
     set(node, "class", name === "Digest" ? "whole" : name === "Progress" ? "course" : odd ? "odd" : "");
-    write(dt, name || more);
+    if (name) gloss(dt, name);
+    else write(dt, more);
     write(shows, said);
-    write(note, name ? more : "");
+    gloss(note, name ? more : "");
     if (bar) showBar(bar, now);
     if (find("facts").children[place] !== node) find("facts").insertBefore(node, find("facts").children[place] || null);
   });
@@ -86,14 +88,19 @@ function showWorkers(job) {
   });
   set(find("strip"), "aria-label", "Virtual nodes over workers; the table below says the same.");
   write(find("missing"), job.notes.join(" "));
-  const bare = rowsOf("workers", ["name", "", "number", "number", "number"]);
+  const bare = rowsOf("workers", ["name", "", ...Array(8).fill("number")]);
   const row = () => {
-    const line = bare();
-    line.children[0].append(make("span", {class: "swatch"}), make("span", {}));
+    const line = bare(), name = make("button", {type: "button", title: "Show its log"});
+    name.addEventListener("click", () => readLog(name.textContent));
+    line.children[0].append(make("span", {class: "swatch"}), name);
     return line;
   };
+  const known = job.workers[0] ? job.workers[0].usage.map((_, place) => job.workers.some((worker) => worker.usage[place])) : [];
+  const heads = find("workers").parentElement.tHead.rows[0].children;
+  known.forEach((is, place) => { heads[5 + place].hidden = !is; });
   fit(find("workers"), job.workers, row, (line, worker) => {
-    const [name, state, nodes, many, pace] = line.children;
+    const [name, state, nodes, many, pace, ...usage] = line.children;
+    usage.forEach((cell, place) => { write(cell, worker.usage[place]); cell.hidden = !known[place]; });
     paint(name.children[0], worker);
     set(name.children[0], "class", worker.count ? "swatch" : "swatch none");
     write(name.children[1], worker.worker);
@@ -104,6 +111,24 @@ function showWorkers(job) {
     write(pace, worker.pace);
   });
 }
+
+// --- the log of one worker ------------------------------------------------------------------------------------------
+
+let logOf = "";
+
+async function readLog(worker) {
+  logOf = worker;
+  find("log").hidden = !worker;
+  if (!worker) return;
+  write(find("logged"), worker);
+  const lines = find("lines"), answer = await get(`v1/log?worker=${encodeURIComponent(worker)}`, sessionStorage.getItem("token"));
+  if (logOf !== worker || answer === null || answer.status === 429) return;
+  const last = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
+  write(lines, answer.ok ? await answer.text() : (await answer.json()).message);
+  if (last) lines.scrollTop = lines.scrollHeight;
+}
+
+find("unlog").addEventListener("click", () => readLog(""));
 
 function showLog(now, log) {
   const changes = log.changes.slice().reverse();
@@ -187,13 +212,20 @@ function visible() {
   return new Promise((wake) => { document.addEventListener("visibilitychange", wake, {once: true}); });
 }
 
+// The answer; null: nobody answers.
+async function get(address, token) {
+  try {
+    return await fetch(address, {headers: {Authorization: `Bearer ${token}`}, cache: "no-store", signal: AbortSignal.timeout(PATIENCE)});
+  } catch {
+    return null;
+  }
+}
+
 // The status of the answer, and the view; null: nobody answers.
 async function ask(token) {
+  const answer = await get(`v1/view?have=${encodeURIComponent(shown.have)}`, token);
   try {
-    const answer = await fetch(`v1/view?have=${encodeURIComponent(shown.have)}`, {
-      headers: {Authorization: `Bearer ${token}`}, cache: "no-store", signal: AbortSignal.timeout(PATIENCE),
-    });
-    return {status: answer.status, view: answer.ok ? await answer.json() : null};
+    return answer && {status: answer.status, view: answer.ok ? await answer.json() : null};
   } catch {
     return null;
   }
@@ -231,6 +263,7 @@ async function follow() {
     if (answer !== null && answer.view) {
       show(answer.view);
       complain("");
+      if (logOf) readLog(logOf);
       if (shown.now.over) return;
       retry = FIRST_RETRY;
     } else if (answer !== null && (answer.status === 401 || answer.status === 403)) {
@@ -246,5 +279,6 @@ async function follow() {
   }
 }
 
+explainWords();
 window.addEventListener("hashchange", () => { if (location.hash.includes("token=")) location.reload(); });
 follow();
