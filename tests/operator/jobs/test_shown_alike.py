@@ -13,8 +13,8 @@ from scenes import NOW, change, ended, link, seen, training
 
 from statuses import coordinator_status as remote
 from virtualflow.cluster.explanation import explain
-from virtualflow.launcher.report import JobHistory, build_report
-from virtualflow.launcher.report_page import page, read_report
+from virtualflow.launcher.report import JobHistory, build_report, read_report
+from virtualflow.launcher.report_page import page
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.job_view import describe_status, view_job
 from virtualflow.protocol.messages import encode

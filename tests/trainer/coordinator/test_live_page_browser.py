@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from chromium import HOW, PROGRAM, Tab, browser
@@ -17,8 +18,10 @@ from large_job import fill, happen, train
 
 from virtualflow.coordinator.page.files import WORDS
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
+from virtualflow.launcher.report import Report
+from virtualflow.launcher.report_page import page
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.live_view import page_address
+from virtualflow.protocol.live_view import ViewSeries, page_address
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=HOW)
 
@@ -386,6 +389,29 @@ def test_words_are_explained_on_hover_and_by_keyboard_and_a_log_can_be_read(tmp_
         assert [one for one in tab.complaints if "404" not in one] == []
 
     with_browser(story, logs=tmp_path)
+
+
+def test_a_reports_page_copies_its_digest_fits_a_phone_and_lays_another_run_under_it(tmp_path: Path) -> None:
+    series = msgspec.convert(OTHER, ViewSeries)
+    one = Report("one", "done", 200, 20.0, digest="ab" * 32, series=series, origin={"command": "python train.py " * 9})
+    (tmp_path / "one.html").write_text(page(one))
+    (tmp_path / "two.html").write_text(page(one, msgspec.structs.replace(one, job="other", digest="cd" * 32)))
+
+    async def story(server: Server, tab: Tab) -> None:
+        await tab.look(390, height=844)
+        await tab.open(f"file://{tmp_path}/one.html")
+        await tab.value("navigator.clipboard.writeText = async (text) => { window.copied = text; }; 0")
+        await tab.value("document.querySelector('.copy').click()")
+        await tab.until(f"window.copied === '{'ab' * 32}'")
+        assert await tab.value("[...document.querySelectorAll('.tools option')].map(e => e.value)") == ["", "time"]
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+        await tab.open(f"file://{tmp_path}/two.html")
+        assert await tab.value("[...curves.figures.values()][0].plot.data[3].filter(Boolean)") == [9, 8]
+        assert await tab.value("document.querySelector('.legend').textContent") == "the run laid under: other"
+        assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.complaints == []
+
+    with_browser(story)
 
 
 def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:

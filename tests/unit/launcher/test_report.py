@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from statuses import coordinator_status
 from virtualflow.launcher.console import LiveConsole, Snapshot
-from virtualflow.launcher.report import JobHistory, build_report
+from virtualflow.launcher.report import JobHistory, build_report, origin_of
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.http_api import Event, WorkerStatus
 from virtualflow.protocol.messages import Change, Generation
@@ -55,6 +59,31 @@ def test_the_report_has_the_figures_over_the_steps_once_each() -> None:
     assert isinstance(series, dict)
     assert (series["steps"], series["times"]) == ((1, 2, 3), (100.0, 100.5, 101.5))
     assert (series["speed"], series["workers"]) == ((None, 2.0, 4.0), (2.0, 2.0, 2.0))
+
+
+def test_the_report_says_what_the_run_was_made_of(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    command = ("python", "-u", str(script), "--lr", "1 e-3")
+    origin = origin_of(command)
+    assert (origin["command"], origin["script"]) == (f"python -u {script} --lr '1 e-3'", str(script))
+    assert origin["script_sha256"] == hashlib.sha256(b"print(1)\n").hexdigest()
+    assert "git_commit" not in origin, "it is in no repository"
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "train.py"), ("commit", "-q", "-m", "first")):
+        subprocess.run((*git, *words), check=True)
+    assert re.fullmatch("[0-9a-f]{40}", commit := origin_of(command)["git_commit"])
+    script.write_text("print(2)\n")
+    assert origin_of(command)["git_commit"] == f"{commit}-dirty"
+    history = JobHistory()
+    for device in ("cpu, CPU capability AVX2", "NVIDIA H100, CUDA 13.0"):
+        history.take(coordinator_status("training", fingerprint="torch 2.13.0, 2 threads", devices=(device,)))
+    report = build_report(history, None, "digits", 1.0, origin)
+    assert report["origin"] == {
+        **origin,
+        "workers": "torch 2.13.0, 2 threads",
+        "devices": "NVIDIA H100, CUDA 13.0; cpu, CPU capability AVX2",
+    }
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

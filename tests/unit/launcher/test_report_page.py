@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
-from virtualflow.launcher.report_page import Report, page, read_report
+from virtualflow.launcher.report import Report, read_report
+from virtualflow.launcher.report_page import page
 from virtualflow.protocol.job_view import ChangeEntry
 from virtualflow.protocol.live_view import ViewSeries
+from virtualflow.protocol.messages import NonFinite
 
 VOID = {"meta"}
 
@@ -43,6 +45,7 @@ REPORT: dict[str, Any] = {
     "pids": {"worker-0": [1]},
     "seconds": 12.4,
     "error": None,
+    "origin": {"command": "python train.py --lr <1>", "git_commit": "8709766f", "workers": "torch 2.13.0, 2 threads"},
 }
 
 
@@ -89,17 +92,30 @@ def test_what_happened_is_on_the_page_and_in_words() -> None:
         "no survivor",
         "not finite",
         "5eb2afcb" * 8,
+        "python train.py --lr <1>",
+        "8709766f",
+        "torch 2.13.0, 2 threads",
     ):
         assert said in text
     assert "url(" not in content
     assert "@import" not in content
-    assert "<script" not in content, "there are no curves to draw"
+    assert "uPlot" not in content, "there are no curves to draw"
 
 
 def test_the_curves_of_a_run_are_in_its_page_and_cannot_be_code() -> None:
-    series = ViewSeries((1, 2), (1.0, 2.0), (1.0, 2.0), {"</script><b>": (3.0, None)}, (5.0, 6.0), (), 5.0)
+    series = ViewSeries(
+        (1, 2),
+        (1.0, 2.0),
+        (1.0, 2.0),
+        {"</script><b>": (3.0, None)},
+        (5.0, 6.0),
+        began=5.0,
+        non_finite=NonFinite("</script><b>", "NaN", 2),
+    )
     content = page(msgspec.structs.replace(read_report(json.dumps(REPORT).encode(), "job.json"), series=series))
-    read(content)
+    text = " ".join(read(content).text)
+    assert "Not finite </script><b> NaN in step 2" in text
+    assert "Started 01 Jan 1970, 00:00 UTC" in text
     _, _, rest = content.partition('<script type="application/json" id="run">')
     told = json.loads(rest.partition("</script>")[0])
     assert told["series"] == json.loads(msgspec.json.encode(series))
@@ -110,6 +126,19 @@ def test_the_curves_of_a_run_are_in_its_page_and_cannot_be_code() -> None:
     for script in re.findall(r"<script>(.*?)</script>", content, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in content, "its policy allows it"
+
+
+def test_two_runs_stand_beside_each_other_and_what_differs_is_marked() -> None:
+    series = ViewSeries((1, 2), (1.0, 2.0), (1.0, 2.0), {"loss": (3.0, 2.0)}, (5.0, 6.0), (), 5.0, 1)
+    one = msgspec.structs.replace(read_report(json.dumps(REPORT).encode(), "job.json"), series=series)
+    content = page(one, msgspec.structs.replace(one, job="<other>", digest="other", steps=599))
+    text = " ".join(read(content).text)
+    assert "The digests differ: the runs ended with other bits." in text
+    assert "Steps differs 600 599" in text
+    assert "Virtual nodes 8 8" in re.sub(" +", " ", text)
+    told = json.loads(content.partition('id="run">')[2].partition("</script>")[0])
+    assert (told["job"], told["under"]["job"]) == ("digits", "<other>")
+    assert text.count("Membership changes of") == 2
 
 
 def test_a_job_without_changes_has_no_empty_pictures() -> None:

@@ -125,6 +125,7 @@ class Series:
             times=tuple(None if point.time is None else round(point.time, 2) for point in done),
             breaks=tuple(self._breaks),
             began=self.began,
+            width=self.width,
         )
 
     def record(self) -> SeriesRecord:

@@ -6,6 +6,7 @@ from virtualflow.coordinator.balance import known_pace, predicted_computing, pre
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_RUNS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
+from virtualflow.protocol.settings import MAX_LISTED
 from virtualflow.protocol.versions import this_party
 from virtualflow.protocol.wording import describe_end
 
@@ -25,6 +26,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
     if brief:
         found = history.non_finite.metric if history.non_finite is not None else "loss"
         metrics = {name: value for name, value in metrics.items() if name in ("loss", found)}
+    contacts = [] if brief else [job.roster.contacts[i] for i, worker in job.roster.workers.items() if worker.present]
     us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
@@ -68,6 +70,8 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         version=us.version,
         non_finite=history.non_finite,
         checkpoint=history.checkpoint,
+        fingerprint=next((contact.fingerprint for contact in contacts if contact.fingerprint), ""),
+        devices=tuple(sorted({contact.device for contact in contacts if contact.device})[:MAX_LISTED]),
         memory_copy=job.memory_copy,
         start_ticket=job.ticket,
         memory=_memory(job),

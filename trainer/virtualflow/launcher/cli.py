@@ -169,15 +169,21 @@ def _bisect(arguments: argparse.Namespace, _: LauncherSettings) -> int:
 
 def _report(arguments: argparse.Namespace, _: LauncherSettings) -> int:
     from virtualflow.atomic_file import read_regular, write_whole
-    from virtualflow.launcher.report_page import MAX_REPORT, page, read_report
+    from virtualflow.launcher.report import MAX_REPORT, read_report
+    from virtualflow.launcher.report_comparison import compare
+    from virtualflow.launcher.report_page import page
 
-    source = arguments.report
-    target = arguments.html if arguments.html is not None else source.with_suffix(".html")
+    sources = [source for source in (arguments.report, arguments.other) if source is not None]
+    target = arguments.html
+    if target is None:
+        target = sources[0].with_name(f"{'-and-'.join(source.stem for source in sources)}.html")
     try:
-        report = read_report(read_regular(source, MAX_REPORT), str(source))
-        write_whole(target, page(report).encode())
+        reports = [read_report(read_regular(source, MAX_REPORT), str(source)) for source in sources]
+        write_whole(target, page(*reports).encode())
     except OSError as error:
         raise ConfigurationError(f"{error.filename or target}: {error.strerror}") from None
+    if len(reports) > 1:
+        print("\n".join(compare(*reports)))
     print(target)
     return 0
 

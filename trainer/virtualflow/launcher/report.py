@@ -1,22 +1,32 @@
-"""What a job leaves behind: the report and the audit, made from what workers and coordinators told while it
-ran.
-"""
+"""What a job leaves behind: the report and the audit, made from what workers and coordinators told while it ran."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import platform
 import re
+import shlex
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from virtualflow._version import __version__
 from virtualflow.atomic_file import write_whole
 from virtualflow.coordinator.series import Series
+from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.http_api import ENDED, Event, Status
-from virtualflow.protocol.job_view import describe_new_beginning
+from virtualflow.protocol.job_view import ChangeEntry, describe_new_beginning
+from virtualflow.protocol.live_view import ViewSeries
 from virtualflow.protocol.messages import Change, Generation, RunResult
+from virtualflow.protocol.wording import Metric, counted
+
+_GIT_PATIENCE = 5.0
+"""Seconds that git has to tell of a commit: a large tree takes its time."""
 
 
 @dataclass
@@ -38,6 +48,10 @@ class JobHistory:
     """What was said of the checkpoint that the training began from."""
     paces: dict[str, float] = field(default_factory=dict)
     """Milliseconds per virtual node of each worker that some were assigned to last."""
+    fingerprint: str = ""
+    """What is equal on all workers."""
+    devices: set[str] = field(default_factory=set)
+    """Kinds of their devices, of all that there were."""
     warnings: list[str] = field(default_factory=list)
     """What workers have warned of, each sentence once."""
     series: Series = field(default_factory=Series)
@@ -73,6 +87,8 @@ class JobHistory:
         heard = status.metrics or status.steps_per_second  # a new coordinator knows a step before its figures
         if heard and status.phase not in ENDED:
             self._take_figures(status, now)
+        self.fingerprint = status.fingerprint or self.fingerprint
+        self.devices.update(status.devices)
         assigned = [worker for worker in status.workers if worker.assigned]
         if assigned and all(worker.pace_ms is not None for worker in assigned):
             self.predicted_step_ms = status.predicted_step_ms
@@ -124,7 +140,90 @@ class JobHistory:
         return [self.changes[generation] for generation in sorted(self.changes)]
 
 
-def build_report(history: JobHistory, status: Status | None, name: str, seconds: float) -> dict[str, object]:
+MAX_REPORT = 256 << 20
+"""Bytes of a file that could be a report."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a page shows of a report; what else is in it is left out."""
+
+    job: str
+    phase: str
+    steps: int
+    seconds: float
+    training_seconds: float | None = None
+    digest: str | None = None
+    total_steps: int | None = None
+    stopped_early: bool = False
+    virtual_nodes: int | None = None
+    reproducibility: str | None = None
+    changes: list[ChangeEntry] = []
+    repeated_steps: int = 0
+    repeated_virtual_nodes: int = 0
+    step_ms: float | None = None
+    predicted_step_ms: float | None = None
+    pace_ms: dict[str, float] = {}
+    metrics: dict[str, Metric | None] = {}
+    error: str | None = None
+    origin: dict[str, str] = {}
+    series: ViewSeries | None = None
+
+
+def read_report(content: bytes, name: str) -> Report:
+    """What ``virtualflow run --report`` wrote.
+
+    Args:
+        content: of the file.
+        name: what it is called in a complaint.
+
+    Raises:
+        ConfigurationError: it is no report.
+    """
+    try:
+        return msgspec.json.decode(content, type=Report)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{name} is no report of virtualflow run --report: {error}") from None
+
+
+def origin_of(command: Sequence[str]) -> dict[str, str]:
+    """What the bits of a job may depend on, as far as this process knows it: its script and this machine.
+
+    Args:
+        command: of each worker.
+    """
+    script = next((Path(word) for word in command if word.endswith(".py") and Path(word).is_file()), None)
+    origin = {"command": shlex.join(command), "virtualflow": __version__, "python": platform.python_version()}
+    if script is not None:
+        origin |= {"script": str(script), "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest()}
+    commit = _commit_of(Path.cwd() if script is None else script.absolute().parent)
+    if commit:
+        origin["git_commit"] = commit
+    return {**origin, "cpu": _processor()}
+
+
+def _commit_of(directory: Path) -> str:
+    """The commit that a directory is at, with ``-dirty`` behind it if something has changed since; empty: of none."""
+    git = ("git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        told = subprocess.run(git, capture_output=True, text=True, timeout=_GIT_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip() if told.returncode == 0 else ""
+
+
+def _processor() -> str:
+    """The model of this machine's CPU, and how many of them this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        found = None
+    return f"{found[1] if found else name}, {counted(os.cpu_count() or 1, 'processor')}"
+
+
+def build_report(
+    history: JobHistory, status: Status | None, name: str, seconds: float, origin: Mapping[str, str] = {}
+) -> dict[str, object]:
     """The content of ``--report``; fields that only a finished job has are ``None`` before.
 
     Args:
@@ -132,6 +231,7 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         status: the last one that was seen.
         name: of the job.
         seconds: how long it took by the clock on the wall.
+        origin: what it was made of (:func:`origin_of`).
     """
     changes = history.ordered_changes()
     return {
@@ -158,7 +258,12 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "seconds": round(seconds, 3),
         "training_seconds": None if history.training_seconds is None else round(history.training_seconds, 3),
         "error": status.error if status else None,
-        "series": msgspec.to_builtins(history.series.columns(whole=True)),
+        "origin": {**origin, "workers": history.fingerprint, "devices": "; ".join(sorted(history.devices))},
+        "series": msgspec.to_builtins(
+            msgspec.structs.replace(
+                history.series.columns(whole=True), non_finite=status.non_finite if status is not None else None
+            )
+        ),
     }
 
 

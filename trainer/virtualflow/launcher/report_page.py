@@ -6,12 +6,14 @@ It is readable without colours and by a screen reader: what a picture shows stan
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from html import escape
 
 import msgspec
 
 from virtualflow.coordinator.page.files import drawing, policy
-from virtualflow.errors import ConfigurationError
+from virtualflow.launcher.report import Report
+from virtualflow.launcher.report_comparison import ORIGIN, compare, rows
 from virtualflow.protocol.job_view import (
     CHANGE_COLUMNS,
     ChangeEntry,
@@ -20,9 +22,7 @@ from virtualflow.protocol.job_view import (
     step_time,
     view_change,
 )
-from virtualflow.protocol.live_view import ViewSeries
 from virtualflow.protocol.wording import (
-    Metric,
     counted,
     describe_end,
     describe_steps,
@@ -31,73 +31,37 @@ from virtualflow.protocol.wording import (
     show_metric,
 )
 
-MAX_REPORT = 256 << 20
-"""Bytes of a file that could be a report."""
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What a page shows of a report; what else is in it is left out."""
-
-    job: str
-    phase: str
-    steps: int
-    seconds: float
-    training_seconds: float | None = None
-    digest: str | None = None
-    total_steps: int | None = None
-    stopped_early: bool = False
-    virtual_nodes: int | None = None
-    reproducibility: str | None = None
-    changes: list[ChangeEntry] = []
-    repeated_steps: int = 0
-    repeated_virtual_nodes: int = 0
-    step_ms: float | None = None
-    predicted_step_ms: float | None = None
-    pace_ms: dict[str, float] = {}
-    metrics: dict[str, Metric | None] = {}
-    error: str | None = None
-    series: ViewSeries | None = None
-
+_YEAR_10000 = 253_402_300_800
+"""Unix time at which no calendar goes on."""
 
 _DRAW = """
-const told = JSON.parse(find("run").textContent);
-new Curves(find("curves"), told.job).take({...told, nonFinite: null, live: null});
+const told = JSON.parse(find("run").textContent), curves = new Curves(find("curves"), told.job);
+if (told.under) curves.under = {...runOf(told.under.series, null), name: told.under.job, changes: told.under.changes};
+curves.take({...told, nonFinite: told.series.nonFinite ?? null, live: null});
+"""
+_BEGIN = """
+explainWords();
+for (const {dataset, lastElementChild} of document.querySelectorAll("[data-copy]")) {
+  lastElementChild.append(copying(() => dataset.copy));
+}
 """
 
 
-def read_report(content: bytes, name: str) -> Report:
-    """What ``virtualflow run --report`` wrote.
-
-    Args:
-        content: of the file.
-        name: what it is called in a complaint.
-
-    Raises:
-        ConfigurationError: it is no report.
-    """
-    try:
-        return msgspec.json.decode(content, type=Report)
-    except msgspec.MsgspecError as error:
-        raise ConfigurationError(f"{name} is no report of virtualflow run --report: {error}") from None
-
-
-def page(report: Report) -> str:
-    """The whole page, as HTML."""
-    parts, draw = [_head(report), _facts(report)], ""
+def page(report: Report, other: Report | None = None) -> str:
+    """The whole page, as HTML; beside ``other``, if there is one."""
+    parts, draw = [_head(report), _facts(report)] if other is None else [_comparison(report, other)], ""
     if report.error:
-        parts.append(f"<section><h2>Error</h2><pre>{escape(report.error)}</pre></section>")
+        parts.append(_section("Error", f"<p>{escape(report.error)}</p>"))
     if report.series is not None and report.series.steps:
-        curves, draw = _curves(report)
+        curves, draw = _curves(report, other)
         parts.append(curves)
-    if report.changes:
-        parts.append(_changes(report.changes))
-    if report.pace_ms:
-        parts.append(_paces(report.pace_ms))
-    if report.metrics:
-        rows = [(name, "not finite" if v is None else show_metric(v)) for name, v in sorted(report.metrics.items())]
-        parts.append(_section("Metrics of the last step", _table(("metric", "value"), rows, numbers={1})))
-    title, code = escape(f"{report.job}: {report.phase}"), drawing()
-    scripts = (code.library, code.basics + code.script + draw) if draw else ()
+    for one in (report,) if other is None else (report, other):
+        if one.changes:
+            parts.append(_changes(one.changes, "" if other is None else f" of {one.job}"))
+    if other is None:
+        parts += _details(report)
+    title, code = escape(_title(report, other)), drawing()
+    scripts = (code.library, code.basics + code.script + draw + _BEGIN) if draw else (code.basics + _BEGIN,)
     rule = policy(code.style, *scripts, attributes=True)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
@@ -108,6 +72,41 @@ def page(report: Report) -> str:
         + "\n</main>\n"
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
+    )
+
+
+def _title(report: Report, other: Report | None) -> str:
+    return f"{report.job}: {report.phase}" if other is None else f"{report.job} and {other.job}"
+
+
+def _details(report: Report) -> list[str]:
+    parts = []
+    if report.pace_ms:
+        parts.append(_paces(report.pace_ms))
+    if report.metrics:
+        metrics = [(name, "not finite" if v is None else show_metric(v)) for name, v in sorted(report.metrics.items())]
+        parts.append(_section("Metrics of the last step", _table(("metric", "value"), metrics, numbers={1})))
+    made = [(label, report.origin[name]) for name, label in ORIGIN.items() if report.origin.get(name)]
+    if made:
+        why = "<p>Equal bits depend on it.</p>"
+        parts.append(_section("What it was made of", why + _table(("what", "which"), made, long={1})))
+    return parts
+
+
+def _comparison(one: Report, other: Report) -> str:
+    """What both have, beside each other; what differs is marked."""
+    verdict, *more = compare(one, other)
+    known, told = rows(one), rows(other)
+    lines = [
+        (name, "differs" if known.get(name, "") != told.get(name, "") else "", known.get(name, ""), told.get(name, ""))
+        for name in {**known, **told}
+        if known.get(name) or told.get(name)
+    ]
+    names = (one.job, other.job) if one.job != other.job else (f"{one.job} (first)", f"{other.job} (second)")
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in more)
+    return (
+        f"<header><h1>{escape(_title(one, other))}</h1><p><strong>{escape(verdict)}</strong></p>{sentences}</header>"
+        + _section("Beside each other", _table(("what", "", *names), lines, long={2, 3}))
     )
 
 
@@ -128,34 +127,54 @@ def _head(report: Report) -> str:
 
 def _facts(report: Report) -> str:
     facts = [Fact("Digest", report.digest)] if report.digest else []
+    if report.series is not None and (found := report.series.non_finite) is not None:
+        facts.insert(0, Fact("Not finite", found.metric, f"{found.value} in step {found.step}"))
+    if report.series is not None and 0 <= (report.series.began or -1) < _YEAR_10000:
+        facts.append(Fact("Started", f"{datetime.fromtimestamp(report.series.began or 0, UTC):%d %b %Y, %H:%M} UTC"))
     facts += nodes_fact(report.virtual_nodes, report.reproducibility)
     facts += step_time(report.step_ms, report.predicted_step_ms)
-    facts.append(Fact("Virtual nodes computed again", str(report.repeated_virtual_nodes)))
-    items = "".join(f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.said)}</dd></div>" for fact in facts)
+    facts.append(Fact("Virtual nodes again", str(report.repeated_virtual_nodes)))
+    items = "".join(
+        f"<div{_marks(fact)}><dt>{escape(fact.name)}</dt><dd><span>{escape(fact.value)}</span>"
+        f"<small>{escape(fact.note)}</small></dd></div>"
+        for fact in facts
+    )
     return f"<dl>{items}</dl>"
 
 
-def _curves(report: Report) -> tuple[str, str]:
+def _marks(fact: Fact) -> str:
+    if fact.name == "Digest":
+        return f' class="whole" data-copy="{escape(fact.value)}"'
+    return ' class="odd"' if fact.name == "Not finite" else ""
+
+
+def _curves(report: Report, other: Report | None) -> tuple[str, str]:
     """The place of the curves, and the script that draws them; nothing of the report is in the script."""
-    told = {"job": report.job, "series": report.series, "changes": [view_change(change) for change in report.changes]}
+    told = _drawn(report)
+    if other is not None and other.series is not None and other.series.steps:
+        told["under"] = _drawn(other)
     data = msgspec.json.encode(told).decode().replace("<", "\\u003c")
     place = f'<div id="curves"></div><script type="application/json" id="run">{data}</script>'
     return _section("Curves", place + "<noscript><p>Curves need JavaScript.</p></noscript>"), _DRAW
 
 
-def _changes(changes: Sequence[ChangeEntry]) -> str:
-    rows = [view_change(change).row for change in changes]
-    columns = _table(CHANGE_COLUMNS, rows, numbers={0, 4, 5, 6, 7})
-    return _section("Membership changes", columns)
+def _drawn(report: Report) -> dict[str, object]:
+    changes = [view_change(change) for change in report.changes]
+    return {"job": report.job, "series": report.series, "changes": changes}
+
+
+def _changes(changes: Sequence[ChangeEntry], whose: str) -> str:
+    columns = _table(CHANGE_COLUMNS, [view_change(change).row for change in changes], numbers={0, 4, 5, 6, 7}, long={3})
+    return _section(f"Membership changes{whose}", columns)
 
 
 def _paces(paces: dict[str, float]) -> str:
     slowest = max(paces.values()) or 1.0
-    rows = [
+    lines = [
         (name, milliseconds(value), f'<span class="bar" style="width:{100 * value / slowest:.0f}%"></span>')
         for name, value in sorted(paces.items())
     ]
-    return _section("Milliseconds a virtual node", _table(("worker", "pace", ""), rows, numbers={1}, raw={2}))
+    return _section("Milliseconds a virtual node", _table(("worker", "pace", ""), lines, numbers={1}, raw={2}))
 
 
 def _section(title: str, content: str) -> str:
@@ -164,32 +183,32 @@ def _section(title: str, content: str) -> str:
 
 def _table(
     names: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    lines: Iterable[Sequence[str]],
     *,
     numbers: Iterable[int] = (),
+    long: Iterable[int] = (),
     raw: Iterable[int] = (),
 ) -> str:
     """A table that scrolls by itself where it is too wide.
 
     Args:
         names: of its columns.
-        rows: of as many texts.
+        lines: of as many texts.
         numbers: columns that are set to the right.
+        long: columns that have a line of their own on a phone.
         raw: columns that are HTML already.
     """
-    right, plain = set(numbers), set(raw)
-    head = "".join(f'<th scope="col"{_class(place in right)}>{escape(name)}</th>' for place, name in enumerate(names))
+    plain = set(raw)
+    classes = {**dict.fromkeys(numbers, ' class="number"'), **dict.fromkeys(long, ' class="why"')}
+    head = "".join(f'<th scope="col"{classes.get(place, "")}>{escape(name)}</th>' for place, name in enumerate(names))
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{_class(place in right)}>{cell if place in plain else escape(cell)}</td>"
+            f'<td data-head="{escape(names[place])}"{classes.get(place, "")}>'
+            f"{cell if place in plain else escape(cell)}</td>"
             for place, cell in enumerate(row)
         )
         + "</tr>"
-        for row in rows
+        for row in lines
     )
     return f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _class(right: bool) -> str:
-    return ' class="number"' if right else ""

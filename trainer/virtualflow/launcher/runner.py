@@ -26,7 +26,7 @@ from virtualflow.launcher.fault_injection import FaultInjector, Throttle
 from virtualflow.launcher.job_control import CoordinatorCalls, JobControl, RunState
 from virtualflow.launcher.log_relay import LogRelay, last_traceback
 from virtualflow.launcher.options import RunOptions
-from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, write_results
+from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, origin_of, write_results
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
@@ -94,6 +94,8 @@ class Runner:
         self._fragments = directory / "audit"
         self._logs.mkdir(exist_ok=True)
         self._fragments.mkdir()
+        # Now: who edits the script while it trains changes nothing of the run.
+        self._origin = origin_of(options.command) if options.report is not None else {}
         self._started = time.monotonic()
         self._state = RunState(options.workers)
         self._history = JobHistory()
@@ -379,7 +381,7 @@ class Runner:
         if shutdown.kind == "stopped" and status is not None and status.phase == "done":
             shutdown.kind = "done"  # It was complete before the signal reached it.
         seconds = time.monotonic() - self._started
-        report = build_report(self._history, status, self._job.name, seconds)
+        report = build_report(self._history, status, self._job.name, seconds, self._origin)
         unwritten = None
         if shutdown.started:
             unwritten = write_results(report, options.report, options.audit, self._fragments)

@@ -52,7 +52,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "virtualflow plan v100.json t4.json --devices V100:2,T4:4",
     ),
     "explain": ("virtualflow explain --workers 4 train.py --lr 0.1",),
-    "report": ("virtualflow report report.json",),
+    "report": ("virtualflow report report.json", "virtualflow report one.json other.json"),
     "status": ("virtualflow status", "virtualflow status train --json"),
     "scale": ("virtualflow scale 4", "virtualflow scale 4 --job train"),
     "drain": ("virtualflow drain worker-1", "virtualflow drain worker-1 --deadline 30"),
@@ -366,9 +366,15 @@ def _add_bisect(parser: Parser) -> None:
 
 
 def _add_report(parser: Parser) -> None:
-    parser.description = "Make one HTML file of what virtualflow run --report has written; it loads nothing."
+    parser.description = (
+        "Make one HTML file of what virtualflow run --report has written; it loads nothing. Of two reports, say also "
+        "whether their bits are the same and what differs first."
+    )
     parser.add_argument("report", type=Path, metavar="REPORT.json", help="the report")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: beside the report)")
+    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER.json", help="one to compare it with (optional)")
+    parser.add_argument(
+        "--html", type=Path, nargs="?", metavar="FILE", help="the page (default: beside the first report)"
+    )
 
 
 def _add_profile(parser: Parser) -> None:

@@ -292,6 +292,10 @@ class Status(Base, frozen=True, tag=False):
     """The first metric that was not finite; ``metrics`` says whether one still is."""
     checkpoint: CheckpointState | None = None
     """``None``: nobody has written or restored one."""
+    fingerprint: Sentence = ""
+    """What is equal on all workers: torch, numerics, threads; not in a brief status."""
+    devices: Annotated[tuple[Sentence, ...], msgspec.Meta(max_length=MAX_LISTED)] = ()
+    """The kinds of the workers' devices; not in a brief status."""
     memory_copy: MemoryCopyState | None = None
     """The copy of the state in the coordinator's memory; ``None``: there is none."""
     start_ticket: Count | None = None
