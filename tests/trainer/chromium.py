@@ -109,9 +109,9 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.say("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def picture(self, path: Path) -> None:
-        """Write the whole page as a PNG."""
-        told = await self.say("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    async def picture(self, path: Path, *, whole: bool = True) -> None:
+        """Write the whole page as a PNG, or what a screen shows of it."""
+        told = await self.say("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(told["data"]))  # noqa: ASYNC240 - nothing else waits
 
     async def costs(self) -> tuple[int, int, int]:
