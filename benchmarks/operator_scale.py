@@ -38,11 +38,9 @@ from tests.operator_metrics import requests, scrape
 from benchmarks.jobs import ROOT, environment
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
-from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, QUEUE_KIND
+from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB
 from virtualflow_operator.jobs.manifests import derive_token
-from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.errors import ApiError, Unavailable
-from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, QUEUES, Resource
+from virtualflow_operator.k8s.client import JOBS, NODES, PODS, QUEUES, ApiError, KubeApi, Object, Resource, Unavailable
 from virtualflow_operator.observability.metrics import CALLS
 from virtualflow_operator.settings import ApiSettings
 
@@ -144,7 +142,7 @@ async def make_cluster(api: KubeApi, nodes: int) -> None:
             await api.patch(NODES, None, name, {"status": {"allocatable": {SLOT: str(A_NODE)}}}, "status")
     kinds = [{"name": kind, "nodeSelector": {"matchLabels": {DEVICE: kind}}} for kind in KINDS]
     spec = {"resource": SLOT, "kinds": kinds}
-    body = {"apiVersion": QUEUES.api_version, "kind": QUEUE_KIND, "metadata": {"name": "shared"}, "spec": spec}
+    body = {"apiVersion": QUEUES.api_version, "kind": "VirtualFlowQueue", "metadata": {"name": "shared"}, "spec": spec}
     await api.create(QUEUES, None, body)
 
 
@@ -254,7 +252,7 @@ async def operated(
         variables = {"PYTHONPATH": environment()["PYTHONPATH"], "KUBECONFIG": str(through or kubeconfig)}
         arguments = [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
-            *(sys.executable, "-m", "virtualflow_operator.controllers.main", "--image=operator:test"),
+            *(sys.executable, "-m", "virtualflow_operator", "--image=operator:test"),
             *(f"--key-file={key}", f"--lease-namespace={NAMESPACE}"),
             *(f"--health-port={health}", f"--metrics-port={port}"),
         ]

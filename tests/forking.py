@@ -24,7 +24,7 @@ FORKING.set_forkserver_preload(
         "pytest",
         "hypothesis.stateful",
         "elastic_jobs",
-        "virtualflow_operator.controllers.main",
+        "virtualflow_operator.controllers.watches",
         "kopf",
         "kubernetes.config",
         "running",

@@ -11,7 +11,7 @@ def main() -> int:
     """Run the operator; the exit code."""
     prefer_own()
     try:
-        from virtualflow_operator.controllers.main import main as run
+        from virtualflow_operator.controllers.watches import main as run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _REQUIREMENTS:
             raise

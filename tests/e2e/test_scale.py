@@ -30,9 +30,7 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE, PLURAL, WORKER
 from virtualflow_operator.jobs.manifests import derive_token
-from virtualflow_operator.k8s.client import KubeApi
-from virtualflow_operator.k8s.errors import ApiError
-from virtualflow_operator.k8s.resources import JOBS, PODS, Resource
+from virtualflow_operator.k8s.client import JOBS, PODS, ApiError, KubeApi, Resource
 from virtualflow_operator.settings import ApiSettings
 
 ROOT = Path(__file__).parents[2]
@@ -216,7 +214,7 @@ async def burst(kubeconfig: Path, folder: Path) -> dict[str, float]:
             *(
                 sys.executable,
                 "-m",
-                "virtualflow_operator.controllers.main",
+                "virtualflow_operator",
                 "--image",
                 "operator:test",
                 "--key-file",

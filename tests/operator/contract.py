@@ -27,9 +27,17 @@ from fake_api import FakeApi
 from resource_rules import CRD_FILE, read_yaml
 
 import kube_apiserver
-from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
-from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, Resource
+from virtualflow_operator.k8s.client import (
+    JOBS,
+    PODS,
+    SECRETS,
+    AlreadyExists,
+    ApiError,
+    KubeApi,
+    NotFound,
+    Object,
+    Resource,
+)
 from virtualflow_operator.settings import ApiSettings
 
 DEFINITION = read_yaml(CRD_FILE)

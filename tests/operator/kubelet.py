@@ -24,9 +24,8 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CONFIRMED_START
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import NODES as NODE_OBJECTS
-from virtualflow_operator.k8s.resources import PODS, SECRETS, SERVICES
+from virtualflow_operator.k8s.client import NODES as NODE_OBJECTS
+from virtualflow_operator.k8s.client import PODS, SECRETS, SERVICES, Object
 
 NODES = ("node-a", "node-b", "node-c")
 Key = tuple[str, str]

@@ -14,7 +14,7 @@ from virtualflow_operator.constants import ANNOTATION_KUEUE_ELASTIC, LABEL_KUEUE
 from virtualflow_operator.jobs.actions import JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
-from virtualflow_operator.k8s.resources import FLAVORS
+from virtualflow_operator.k8s.client import FLAVORS
 from virtualflow_operator.kueue import CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
 
 DEFINITIONS: list[Spec] = [

@@ -12,9 +12,8 @@ from typing import Any
 
 from virtual_time import now
 
-from virtualflow_operator.k8s.errors import AlreadyExists, Conflict, NotFound, Unavailable
+from virtualflow_operator.k8s.client import LEASES, AlreadyExists, Conflict, NotFound, Resource, Unavailable
 from virtualflow_operator.k8s.leader_election import Elector
-from virtualflow_operator.k8s.resources import LEASES, Resource
 from virtualflow_operator.settings import LeaseSettings
 
 A = LeaseSettings(namespace="system", identity="operator-a")

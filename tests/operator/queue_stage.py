@@ -7,8 +7,7 @@ from typing import Any
 from kubelet import NODES as NODE_NAMES
 from stage import NAMESPACE, Stage, job
 
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import NODES, QUEUES
+from virtualflow_operator.k8s.client import NODES, QUEUES, Object
 from virtualflow_operator.settings import SchedulingSettings
 
 SLOT = "example.com/slot"

@@ -44,8 +44,8 @@ def _operate(kubeconfig: str, log: str, arguments: list[str], changes: dict[str,
     os.environ["KUBECONFIG"] = kubeconfig
     from kubernetes.config import kube_config
 
-    from virtualflow_operator.controllers import main
     from virtualflow_operator.controllers.flags import read_settings
+    from virtualflow_operator.controllers.watches import run
     from virtualflow_operator.observability import logs
 
     kube_config.KUBE_CONFIG_DEFAULT_LOCATION = kubeconfig  # read when it was imported
@@ -56,7 +56,7 @@ def _operate(kubeconfig: str, log: str, arguments: list[str], changes: dict[str,
         inner = dataclasses.replace(getattr(settings, group), **{member: value}) if group else value
         settings = dataclasses.replace(settings, **{group or member: inner})
     logs.configure(settings.log_format, settings.log_level)
-    asyncio.run(main.run(settings))
+    asyncio.run(run(settings))
 
 
 class OperatorProcess:
@@ -175,5 +175,5 @@ class Wire:
             writer.close()
 
 
-COMMAND = [sys.executable, "-c", "import sys; from virtualflow_operator.controllers.main import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-m", "virtualflow_operator"]
 """``virtualflow-operator`` as a shell would start it."""

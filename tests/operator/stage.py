@@ -19,8 +19,7 @@ from running import OperatorProcess, write_kubeconfig
 
 from virtualflow.coordinator.status_view import describe
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES
+from virtualflow_operator.k8s.client import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
 
 T = TypeVar("T")
 DEFINITION = read_yaml(CRD_FILE)

@@ -38,7 +38,6 @@ from virtualflow_operator.api.objects import (
     read_pod,
     read_service,
 )
-from virtualflow_operator.api.quantities import parse_quantity, pod_requests, total
 from virtualflow_operator.api.queue import (
     ANY_KIND,
     MAX_ALLOCATIONS,
@@ -59,7 +58,13 @@ from virtualflow_operator.api.queue import (
     read_queue,
     write_queue_status,
 )
-from virtualflow_operator.api.validation import COORDINATOR_CONTAINER, COORDINATOR_POD
+from virtualflow_operator.api.validation import (
+    COORDINATOR_CONTAINER,
+    COORDINATOR_POD,
+    parse_quantity,
+    pod_requests,
+    total,
+)
 from virtualflow_operator.api.workload import (
     PodAdditions,
     PodSet,

@@ -17,8 +17,7 @@ from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
 from virtualflow_operator.api.job import JobSpec, JobStatus, Object, read_spec, read_status
-from virtualflow_operator.api.quantities import Requests, pod_requests
-from virtualflow_operator.api.validation import find_problems
+from virtualflow_operator.api.validation import Requests, find_problems, pod_requests
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
     ANNOTATION_HOST,

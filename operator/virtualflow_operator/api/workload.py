@@ -5,12 +5,13 @@ Kueue's schema has been checked by the API server; of all that a Workload says, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from virtualflow_operator.api.job import Object
 from virtualflow_operator.api.objects import Job, parse_time
+from virtualflow_operator.api.validation import mapping, mappings
 from virtualflow_operator.constants import (
     ANNOTATION_KUEUE_ELASTIC,
     ANNOTATION_KUEUE_REPLACES,
@@ -135,35 +136,35 @@ class Workload:
 
 def kueue_queue(job: Job) -> str:
     """The LocalQueue that a job names; empty: none."""
-    return str(_mapping(job.raw["metadata"].get("labels")).get(LABEL_KUEUE_QUEUE) or "")
+    return str(mapping(job.raw["metadata"].get("labels")).get(LABEL_KUEUE_QUEUE) or "")
 
 
 def kueue_priority(job: Job) -> str:
     """The WorkloadPriorityClass that a job names; empty: none."""
-    return str(_mapping(job.raw["metadata"].get("labels")).get(LABEL_KUEUE_PRIORITY) or "")
+    return str(mapping(job.raw["metadata"].get("labels")).get(LABEL_KUEUE_PRIORITY) or "")
 
 
 def is_elastic(body: Mapping[str, Any]) -> bool:
     """Whether a job or a Workload is to grow by Workloads that replace one another."""
-    return _mapping(_mapping(body.get("metadata")).get("annotations")).get(ANNOTATION_KUEUE_ELASTIC) == "true"
+    return mapping(mapping(body.get("metadata")).get("annotations")).get(ANNOTATION_KUEUE_ELASTIC) == "true"
 
 
 def kueue_wishes(body: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a job's metadata Kueue goes by."""
-    labels = _mapping(_mapping(body.get("metadata")).get("labels"))
+    labels = mapping(mapping(body.get("metadata")).get("labels"))
     return labels.get(LABEL_KUEUE_QUEUE), labels.get(LABEL_KUEUE_PRIORITY), is_elastic(body)
 
 
 def read_workload(body: Object) -> Workload:
     """Read a Workload."""
-    metadata, spec, status = body["metadata"], _mapping(body.get("spec")), _mapping(body.get("status"))
-    annotations = _mapping(metadata.get("annotations"))
-    owners = _mappings(metadata.get("ownerReferences"))
+    metadata, spec, status = body["metadata"], mapping(body.get("spec")), mapping(body.get("status"))
+    annotations = mapping(metadata.get("annotations"))
+    owners = mappings(metadata.get("ownerReferences"))
     pod_sets = {
         str(entry.get("name") or "main"): PodSet(int(entry.get("count", 1)), entry.get("minCount"))
-        for entry in _mappings(spec.get("podSets"))
+        for entry in mappings(spec.get("podSets"))
     }
-    checks = _mappings(status.get("admissionChecks"))
+    checks = mappings(status.get("admissionChecks"))
     return Workload(
         namespace=metadata.get("namespace") or "",
         name=metadata["name"],
@@ -179,18 +180,18 @@ def read_workload(body: Object) -> Workload:
         active=spec.get("active") is not False,
         deleting=bool(metadata.get("deletionTimestamp")),
         priority=spec.get("priority"),
-        priority_class=str(_mapping(spec.get("priorityClassRef")).get("name") or ""),
+        priority_class=str(mapping(spec.get("priorityClassRef")).get("name") or ""),
         conditions={
             str(entry.get("type")): WorkloadCondition(
                 str(entry.get("status")), str(entry.get("reason") or ""), str(entry.get("message") or "")
             )
-            for entry in _mappings(status.get("conditions"))
+            for entry in mappings(status.get("conditions"))
         },
-        assignments=_assignments(_mapping(status.get("admission")), pod_sets),
+        assignments=_assignments(mapping(status.get("admission")), pod_sets),
         updates=tuple(
             (str(check.get("name")), str(update.get("name")), _read_placement(update))
             for check in checks
-            for update in _mappings(check.get("podSetUpdates"))
+            for update in mappings(check.get("podSetUpdates"))
         ),
         checks=tuple(
             f"{check.get('name')} ({check.get('message')})" if check.get("message") else str(check.get("name"))
@@ -198,7 +199,7 @@ def read_workload(body: Object) -> Workload:
             if check.get("state") != "Ready"
         ),
         reclaimable={
-            str(entry.get("name")): int(entry.get("count") or 0) for entry in _mappings(status.get("reclaimablePods"))
+            str(entry.get("name")): int(entry.get("count") or 0) for entry in mappings(status.get("reclaimablePods"))
         },
         raw=body,
     )
@@ -206,11 +207,11 @@ def read_workload(body: Object) -> Workload:
 
 def _assignments(admission: Mapping[str, Any], pod_sets: Mapping[str, PodSet]) -> dict[str, Assignment]:
     found = {}
-    for entry in _mappings(admission.get("podSetAssignments")):
+    for entry in mappings(admission.get("podSetAssignments")):
         name = str(entry.get("name") or "main")
         asked = pod_sets.get(name)
         count = entry.get("count", asked.count if asked is not None else 0)
-        flavors = tuple(dict.fromkeys(str(flavor) for flavor in _mapping(entry.get("flavors")).values()))
+        flavors = tuple(dict.fromkeys(str(flavor) for flavor in mapping(entry.get("flavors")).values()))
         topology = bool(entry.get("topologyAssignment") or entry.get("delayedTopologyRequest"))
         found[name] = Assignment(int(count), flavors, topology)
     return found
@@ -218,22 +219,14 @@ def _assignments(admission: Mapping[str, Any], pod_sets: Mapping[str, PodSet]) -
 
 def read_flavor(body: Object) -> PodAdditions:
     """What a ResourceFlavor demands of the pods that are given it."""
-    spec = _mapping(body.get("spec"))
-    return PodAdditions(dict(_mapping(spec.get("nodeLabels"))), tuple(map(dict, _mappings(spec.get("tolerations")))))
+    spec = mapping(body.get("spec"))
+    return PodAdditions(dict(mapping(spec.get("nodeLabels"))), tuple(map(dict, mappings(spec.get("tolerations")))))
 
 
 def _read_placement(update: Mapping[str, Any]) -> PodAdditions:
     return PodAdditions(
-        dict(_mapping(update.get("nodeSelector"))),
-        tuple(map(dict, _mappings(update.get("tolerations")))),
-        dict(_mapping(update.get("labels"))),
-        dict(_mapping(update.get("annotations"))),
+        dict(mapping(update.get("nodeSelector"))),
+        tuple(map(dict, mappings(update.get("tolerations")))),
+        dict(mapping(update.get("labels"))),
+        dict(mapping(update.get("annotations"))),
     )
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _mappings(value: object) -> Sequence[Mapping[str, Any]]:
-    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []

@@ -134,7 +134,7 @@ class Manager:
                 manager._claim = await stack.enter_async_context(claim)
             manager.health = await stack.enter_async_context(
                 HealthServer(
-                    alive=queue_moves(manager.queue),
+                    alive=queue_moves(manager.queue.stalled),
                     ready=manager.readiness,
                     metrics=metrics,
                     health_port=settings.health_port,

@@ -3,25 +3,31 @@
 Import this module and run kopf (``virtualflow-operator`` does; so does
 ``kopf run -m virtualflow_operator.controllers.watches -A``). There are no handlers of changes, timers or daemons: those
 write into users' objects, and end silently when a write fails.
+
+Exit codes: 0 stopped by a signal; 1 it could not go on, or lost its lease; 2 it was started wrongly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import kopf
+from kubernetes.aio.config import ConfigException
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
-from virtualflow_operator.controllers.manager import Manager
-from virtualflow_operator.k8s import OURS, WatchPace, bounded_response
-from virtualflow_operator.settings import ApiSettings
+from virtualflow_operator.controllers.manager import Manager, read_key
+from virtualflow_operator.k8s import OURS, KubeApi, WatchPace, bounded_response
+from virtualflow_operator.observability import configure as configure_logs
+from virtualflow_operator.settings import ApiSettings, OperatorSettings
 
 _STOPPING = 30.0
 """Seconds in which kopf cancels a start that has failed: until then nothing is watched."""
@@ -174,3 +180,52 @@ def configure(settings: kopf.OperatorSettings, api: ApiSettings) -> None:
     settings.persistence.finalizer = f"{GROUP}/unused"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
     settings.persistence.diffbase_storage = Undiffed()
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the operator until a signal; the exit code.
+
+    Args:
+        arguments: without the program's name; ``None``: those of this process.
+    """
+    try:
+        settings = read_settings(sys.argv[1:] if arguments is None else arguments)
+        read_key(settings)
+    except ConfigurationError as error:
+        print(f"virtualflow-operator: {error}", file=sys.stderr)
+        return 2
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        asyncio.run(run(settings))
+    except ConfigurationError as error:
+        print(f"virtualflow-operator: {error}", file=sys.stderr)
+        return 2
+    except ConfigException as error:
+        print(f"virtualflow-operator: no cluster to work on ({error}); set KUBECONFIG or run in a pod", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def run(settings: OperatorSettings) -> None:
+    """Run kopf with our handlers.
+
+    Raises:
+        ConfigurationError: it could not start as it was told.
+        ConfigException: neither a pod's service account nor a kubeconfig says where the API server is.
+    """
+    await (await KubeApi.connect(settings.api)).close()
+    stop = asyncio.Event()
+    memo = kopf.Memo(operator_settings=settings, stop=stop)
+    await kopf.operator(
+        registry=kopf.get_default_registry(),
+        memo=memo,
+        clusterwide=not settings.namespaces,
+        namespaces=settings.namespaces,
+        stop_flag=stop,
+    )
+    fault: ConfigurationError | None = memo.get("fault")
+    if fault is not None:
+        raise fault

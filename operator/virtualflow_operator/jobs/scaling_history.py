@@ -63,15 +63,16 @@ def _alike(measured: float, known: float) -> bool:
 
 def speed_of(point: Measured) -> float:
     """Steps per second; 0: not measured."""
-    return _positive(point.steps_per_second)
+    return positive(point.steps_per_second)
 
 
 def computing_of(point: Measured) -> float:
     """Milliseconds of a step in which the slowest worker computes; 0: not measured."""
-    return _positive(point.computing_milliseconds)
+    return positive(point.computing_milliseconds)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """The number above 0 that a text says; 0: it says none."""
     try:
         number = float(text)
     except ValueError:

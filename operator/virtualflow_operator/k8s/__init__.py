@@ -1,15 +1,7 @@
 """The API server at arm's length: a client, a cache of what the watches have told, leader election, events."""
 
 from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
-from virtualflow_operator.k8s.client import KubeApi
-from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
-from virtualflow_operator.k8s.event_recorder import EventRecorder, TokenBucket
-from virtualflow_operator.k8s.following import ForeignPodWatch, WatchPace, WorkloadWatch
-from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
-from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
-from virtualflow_operator.k8s.readers import Readers
-from virtualflow_operator.k8s.relist import OURS, relist
-from virtualflow_operator.k8s.resources import (
+from virtualflow_operator.k8s.client import (
     EVENTS,
     FLAVORS,
     JOBS,
@@ -22,8 +14,20 @@ from virtualflow_operator.k8s.resources import (
     SECRETS,
     SERVICES,
     WORKLOADS,
+    AlreadyExists,
+    ApiError,
+    Conflict,
+    Forbidden,
+    Invalid,
+    KubeApi,
+    NotFound,
     Resource,
 )
+from virtualflow_operator.k8s.event_recorder import EventRecorder, TokenBucket
+from virtualflow_operator.k8s.following import OURS, ForeignPodWatch, WatchPace, WorkloadWatch, relist
+from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
+from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
+from virtualflow_operator.k8s.readers import Readers
 
 __all__ = [
     "EVENTS",

@@ -15,19 +15,180 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import quote
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from virtualflow_operator.constants import MANAGED_BY
-from virtualflow_operator.k8s.errors import ApiError, Gone, TooManyRequests, Unavailable, refusal, unanswered
+from virtualflow_operator.api import Object
+from virtualflow_operator.constants import GROUP, KUEUE_GROUP, KUEUE_VERSION, MANAGED_BY, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.k8s.nesting import TooDeep, bounded_response
-from virtualflow_operator.k8s.resources import Resource
 from virtualflow_operator.settings import ApiSettings
 
-Object = dict[str, Any]
+_MESSAGE_LIMIT = 2000
+"""Characters kept of an answer that is no Status object (a proxy's error page)."""
+
+
+class ApiError(Exception):
+    """The API server refused a request, or did not answer it."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message or reason or f"HTTP {code}")
+        self.code = code
+        """The HTTP status, or 0 when there was no answer."""
+        self.reason = reason
+        """The Status object's reason in CamelCase (``AlreadyExists``), or the name of a connection's error."""
+        self.message = message or reason or f"HTTP {code}"
+
+
+class NotFound(ApiError):
+    """404: there is no such object, or no such resource."""
+
+
+class AlreadyExists(ApiError):
+    """409: an object of this name is there."""
+
+
+class Conflict(ApiError):
+    """409: somebody else changed the object meanwhile, or a precondition does not hold."""
+
+
+class Gone(ApiError):
+    """410: a resourceVersion or a ``continue`` token is too old."""
+
+
+class Invalid(ApiError):
+    """400, 413, 422: the object will never be accepted as it is."""
+
+
+class Forbidden(ApiError):
+    """401, 403: the operator's account may not do this, or an admission rule forbids it."""
+
+
+class TooManyRequests(ApiError):
+    """429: the API server is overloaded, or a disruption budget forbids an eviction."""
+
+    def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(code, reason, message)
+        self.retry_after = retry_after
+        """Seconds to wait as the API server wishes; None when it does not say."""
+
+
+class Unavailable(ApiError):
+    """5xx, a time-out, or no connection: the request may or may not have been carried out."""
+
+
+_ERRORS: dict[int, type[ApiError]] = {
+    400: Invalid,
+    401: Forbidden,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    413: Invalid,
+    422: Invalid,
+}
+
+
+def unanswered(error: Exception, seconds: float | None) -> Unavailable:
+    """Return what a failed connection means."""
+    if isinstance(error, TimeoutError):
+        return Unavailable(0, "Timeout", f"The API server did not answer within {seconds:g} s.")
+    return Unavailable(0, type(error).__name__, f"The API server cannot be reached: {error}")
+
+
+def refusal(code: int, data: bytes, retry_after: str | None) -> ApiError:
+    """Return what an answer that is no success means; its body is a Status object, or a proxy's text."""
+    text = data.decode(errors="replace").strip()
+    try:
+        status = json.loads(text)
+    except ValueError:
+        status = None
+    if not (isinstance(status, dict) and status.get("kind") == "Status"):
+        status = {"message": text[:_MESSAGE_LIMIT]}
+    reason = str(status.get("reason") or "")
+    message = str(status.get("message") or "")
+    if code == 429:
+        return TooManyRequests(code, reason, message, _seconds(retry_after, status.get("details")))
+    if code >= 500 or code < 400:
+        return Unavailable(code, reason, message)
+    if code == 409 and reason == "AlreadyExists":
+        return AlreadyExists(code, reason, message)
+    return _ERRORS.get(code, ApiError)(code, reason, message)
+
+
+def _seconds(header: str | None, details: object) -> float | None:
+    """Return the seconds to wait by the header, else by the Status object's details."""
+    if header is not None and header.isascii() and header.isdigit():
+        return float(header)
+    hint = details.get("retryAfterSeconds") if isinstance(details, dict) else None
+    return float(hint) if isinstance(hint, int) and hint > 0 else None
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One kind of object: where the API server keeps it."""
+
+    group: str
+    """Empty: the core group."""
+    version: str
+    plural: str
+    namespaced: bool
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def root(self) -> str:
+        """The path of its group and version, where discovery answers."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """Return the path of an object, or without a name of the collection; a namespace only bears on namespaced ones.
+
+        Raises ValueError for a name that would lead to another path: an empty one deletes or lists a whole collection.
+        """
+        parts = [self.root]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", _segment(namespace)]
+        parts.append(self.plural)
+        if name is not None:
+            if self.namespaced and namespace is None:
+                raise ValueError(f"{self.plural}/{name} needs a namespace.")
+            parts.append(_segment(name))
+            if subresource is not None:
+                parts.append(_segment(subresource))
+        return "/".join(parts)
+
+
+JOBS = Resource(GROUP, VERSION, PLURAL, namespaced=True)
+QUEUES = Resource(GROUP, VERSION, QUEUE_PLURAL, namespaced=False)
+PODS = Resource("", "v1", "pods", namespaced=True)
+SERVICES = Resource("", "v1", "services", namespaced=True)
+SECRETS = Resource("", "v1", "secrets", namespaced=True)
+NODES = Resource("", "v1", "nodes", namespaced=False)
+EVENTS = Resource("", "v1", "events", namespaced=True)
+LEASES = Resource("coordination.k8s.io", "v1", "leases", namespaced=True)
+PDBS = Resource("policy", "v1", "poddisruptionbudgets", namespaced=True)
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", namespaced=True)
+WORKLOADS = Resource(KUEUE_GROUP, KUEUE_VERSION, "workloads", namespaced=True)
+FLAVORS = Resource(KUEUE_GROUP, KUEUE_VERSION, "resourceflavors", namespaced=False)
+TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", namespaced=False)
+ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", namespaced=False)
+PRIORITY_CLASSES = Resource(KUEUE_GROUP, KUEUE_VERSION, "workloadpriorityclasses", namespaced=False)
+
+
+def _segment(part: str) -> str:
+    """Return a part of a path, escaped; raises ValueError where escaping does not help."""
+    if part in {"", ".", ".."}:
+        raise ValueError(f"{part!r} cannot be the name of an object or a namespace.")
+    return quote(part, safe="")
+
+
 """An object of the API as JSON has it."""
 _WATCH_SLACK = 30.0
 """A watch that should have ended is closed after this long."""

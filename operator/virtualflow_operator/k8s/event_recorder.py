@@ -14,12 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from virtualflow.protocol.wording import printable
 from virtualflow_operator.constants import API_VERSION, KIND, MANAGER
-from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
-from virtualflow_operator.k8s.resources import EVENTS, Resource
+from virtualflow_operator.k8s.client import EVENTS, AlreadyExists, ApiError, KubeApi, NotFound
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +44,6 @@ MAX_PREFIX = 200
 MAX_INSTANCE = 128
 
 V = TypeVar("V")
-
-
-class EventApi(Protocol):
-    """What of ``KubeApi`` events need."""
-
-    async def create(self, resource: Resource, namespace: str | None, body: dict[str, Any]) -> dict[str, Any]:
-        """Create an object."""
-
-    async def patch(self, resource: Resource, namespace: str | None, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Merge into an object and return the outcome."""
 
 
 class TokenBucket:
@@ -108,7 +97,7 @@ class EventRecorder:
 
     def __init__(
         self,
-        api: EventApi,
+        api: KubeApi,
         *,
         remembered: int = REMEMBERED,
         instance: str = "",

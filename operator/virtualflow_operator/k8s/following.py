@@ -1,6 +1,10 @@
-"""A list and a watch of the operator's own, for kinds that it follows only while somebody wants to know.
+"""Lists beside kopf's watches, and lists and watches of the operator's own.
 
-kopf keeps one watch a kind, from the start to the end, and complains of kinds that are not there.
+Lists take the place of what the watches have told: they heal what a watch has missed, and say what is no more. They
+come after each watch that began anew, and every now and then without a cause.
+
+kopf keeps one watch a kind, from the start to the end, and complains of kinds that are not there. So kinds that are
+followed only while somebody wants to know have a list and a watch here.
 """
 
 from __future__ import annotations
@@ -9,20 +13,102 @@ import asyncio
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
-from virtualflow_operator.api import Object, Workload, read_workload
-from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.k8s.cache import Key, ObjectCache, Store, key_of
-from virtualflow_operator.k8s.client import KubeApi
-from virtualflow_operator.k8s.errors import ApiError, Forbidden, NotFound
+from virtualflow_operator.api import ForeignPod, Object, Workload, queue_of, read_workload
+from virtualflow_operator.constants import LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY
+from virtualflow_operator.k8s.cache import Key, ObjectCache, Store, key_of, queue_key
+from virtualflow_operator.k8s.client import (
+    JOBS,
+    NODES,
+    PODS,
+    QUEUES,
+    SERVICES,
+    WORKLOADS,
+    ApiError,
+    Forbidden,
+    KubeApi,
+    NotFound,
+    Resource,
+)
 from virtualflow_operator.k8s.leader_election import leave_at_once
-from virtualflow_operator.k8s.relist import OURS
-from virtualflow_operator.k8s.resources import PODS, WORKLOADS, Resource
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
+
+V = TypeVar("V")
+
+OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY},{LABEL_JOB}"
+"""Label selector of pods and services that belong to jobs."""
+
+
+async def relist(
+    api: KubeApi, store: Store, namespaces: Sequence[str], wake: Callable[[Key], None], visit: Callable[[Key], None]
+) -> None:
+    """Replace what the watches have told by lists, and see to it that every job is reconciled.
+
+    Both are called as soon as a list is in, so that nothing is lost should a later one fail.
+
+    Args:
+        namespaces: which to look at; none: all.
+        wake: called for jobs of which a list tells what no watch has told.
+        visit: called for all jobs: nothing is known to be the matter with them.
+
+    Raises:
+        ApiError: a list could not be had.
+    """
+    for namespace in namespaces or (None,):
+        try:
+            await _relist_namespace(api, store, namespace, wake, visit)
+        except (Forbidden, NotFound) as error:
+            logger.warning("the namespace %s is left out: %s", namespace or "*", error)
+    await _relist_queues(api, store, visit)
+    begun = time.monotonic()
+    try:
+        concerned = store.replace_nodes(await api.list(NODES), begun)
+        store.nodes_known = True
+    except Forbidden as error:
+        store.nodes_known = False
+        logger.warning("nodes may not be looked at, so their losses are not announced: %s", error)
+    else:
+        for key in concerned:
+            wake(key)
+
+
+async def _relist_queues(api: KubeApi, store: Store, visit: Callable[[Key], None]) -> None:
+    begun = time.monotonic()
+    try:
+        for _, name in store.queues.replace(await api.list(QUEUES), begun, lambda _: True):
+            visit(queue_key(name))  # one that is gone, too
+    except (Forbidden, NotFound) as error:
+        logger.warning("there are no queues here; install their definition and rights to have some: %s", error)
+    for _, name in store.queues.entries:
+        visit(queue_key(name))
+    named = {queue_of(entry.value) for entry in store.jobs.entries.values()}
+    for queue in named - {None}:
+        visit(queue_key(queue or ""))
+
+
+async def _relist_namespace(
+    api: KubeApi, store: Store, namespace: str | None, wake: Callable[[Key], None], visit: Callable[[Key], None]
+) -> None:
+    def within(place: Key) -> bool:
+        return namespace is None or place[0] == namespace
+
+    begun = time.monotonic()
+    for key in store.replace_services(await api.list(SERVICES, namespace, OURS), begun, within):
+        wake(key)
+    begun = time.monotonic()
+    for key in store.replace_pods(await api.list(PODS, namespace, OURS), begun, within):
+        wake(key)
+    # The jobs last: one that is deleted before its pods are listed would look like one that never had any.
+    begun = time.monotonic()
+    for key in store.jobs.replace(await api.list(JOBS, namespace), begun, within):
+        wake(key)
+    for key in list(store.jobs.entries):
+        if within(key):
+            visit(key)
 
 
 _SHORT = 10.0
@@ -48,8 +134,13 @@ class WatchPace:
         return self._wait
 
 
-class Following(ABC):
-    """Keeps a part of the store as the cluster is, as long as somebody wants to know."""
+class Following(Generic[V]):
+    """Keeps a cache as the cluster is, as long as somebody wants to know.
+
+    Args:
+        cache: of the objects.
+        relist: seconds between two lists.
+    """
 
     what: str
     """The objects, in words."""
@@ -60,35 +151,49 @@ class Following(ABC):
     fields: str = ""
     """Selectors of those that count."""
 
-    def __init__(self, api: KubeApi, settings: OperatorSettings, relist: float) -> None:
-        self._api, self._settings, self._relist = api, settings, relist
+    def __init__(self, api: KubeApi, settings: OperatorSettings, cache: ObjectCache[V], relist: float) -> None:
+        self._api, self._settings, self._cache, self._relist = api, settings, cache, relist
         self._tasks: list[asyncio.Task[None]] = []
         self._unlisted: set[str | None] = set()
         """Namespaces of which no list has come yet; ``None`` stands for all."""
 
-    @abstractmethod
-    def take(self, body: Object) -> None:
-        """An object was made or changed."""
+    def note(self, changes: Sequence[tuple[V | None, V | None]]) -> None:
+        """Objects have changed: what each was and is; ``None``: it is not there."""
 
-    @abstractmethod
-    def lose(self, namespace: str, name: str, uid: str) -> None:
-        """An object is gone, or counts no longer."""
-
-    @abstractmethod
-    def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
-        """These are all that there are."""
-
-    @abstractmethod
     def note_known(self) -> None:
         """All have been listed since they were wanted."""
 
-    @abstractmethod
     def note_barred(self, error: ApiError) -> None:
         """They may not be looked at, or there is no such kind."""
 
-    @abstractmethod
     def forget(self) -> None:
         """They are not followed any more."""
+        self._cache.entries.clear()
+
+    def take(self, body: Object) -> None:
+        """An object was made or changed."""
+        place = (body["metadata"].get("namespace") or "", body["metadata"]["name"])
+        before = self._at(place)
+        self._cache.put(body)
+        if before != self._at(place):
+            self.note([(before, self._at(place))])
+
+    def lose(self, namespace: str, name: str, uid: str) -> None:
+        """An object is gone, or counts no longer."""
+        before = self._at((namespace, name))
+        if self._cache.remove(namespace, name, uid):
+            self.note([(before, None)])
+
+    def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
+        """These are all that there are."""
+        before = {place: entry.value for place, entry in self._cache.entries.items()}
+        changed = self._cache.replace(bodies, begun, within)
+        if changed:
+            self.note([(before.get(place), self._at(place)) for place in changed])
+
+    def _at(self, place: Key) -> V | None:
+        entry = self._cache.entries.get(place)
+        return entry.value if entry is not None else None
 
     def want(self, wanted: bool) -> None:
         """Begin or end to follow them."""
@@ -106,7 +211,6 @@ class Following(ABC):
             self.forget()
 
     async def close(self) -> None:
-        """Follow no more."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -167,52 +271,31 @@ TAKING = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
 """Field selector of pods that take something of a node."""
 
 
-class ForeignPodWatch(Following):
+class ForeignPodWatch(Following[ForeignPod]):
     """Keeps ``store.foreign_pods`` as the cluster is, as long as somebody wants to know.
 
     Args:
-        api: the API server.
-        store: where they go.
         wake: called when what others take has changed, or is known for the first time.
-        settings: the operator's.
     """
 
     what, without = "pods of others", "queues do not count them"
     resource, labels, fields = PODS, NOT_OURS, TAKING
 
     def __init__(self, api: KubeApi, store: Store, wake: Callable[[], None], settings: OperatorSettings) -> None:
-        super().__init__(api, settings, settings.sharing.relist)
+        super().__init__(api, settings, store.foreign_pods, settings.sharing.relist)
         self._store, self._wake = store, wake
 
-    def take(self, body: Object) -> None:
-        """A pod was made or changed."""
-        before, after = self._store.foreign_pods.put(body)
-        if before != after:
-            self._wake()
-
-    def lose(self, namespace: str, name: str, uid: str) -> None:
-        """A pod is gone, or has ended."""
-        if self._store.foreign_pods.remove(namespace, name, uid):
-            self._wake()
-
-    def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
-        """These are all that there are."""
-        if self._store.foreign_pods.replace(bodies, begun, within):
-            self._wake()
+    def note(self, changes: Sequence[tuple[ForeignPod | None, ForeignPod | None]]) -> None:
+        self._wake()
 
     def note_known(self) -> None:
-        """Queues may decide."""
         if not self._store.foreign_pods_known:
             self._store.foreign_pods_known = True
             self._wake()
 
-    def note_barred(self, error: ApiError) -> None:
-        """Who may not look at them does not count them."""
-
     def forget(self) -> None:
-        """They are not followed any more."""
+        super().forget()
         self._store.foreign_pods_known = False
-        self._store.foreign_pods.entries.clear()
 
 
 # The jobs' Workloads, as Kueue sees them: followed by a watch of their own where the operator is to follow Kueue.
@@ -222,86 +305,56 @@ class ForeignPodWatch(Following):
 _UNKNOWN = "the Workloads have not been listed yet"
 
 
-class WorkloadWatch(Following):
+class WorkloadWatch(Following[Workload]):
     """Knows the Workloads of every job.
 
     Args:
-        api: the API server.
         wake: called with each job of which a Workload has changed; ``None``: it is known now whether there are any.
-        settings: the operator's.
     """
 
     what, without = "Workloads", "no job is admitted by Kueue"
     resource, labels = WORKLOADS, OURS
 
     def __init__(self, api: KubeApi, wake: Callable[[Key | None], None], settings: OperatorSettings) -> None:
-        super().__init__(api, settings, settings.admission.relist)
+        super().__init__(api, settings, ObjectCache(read_workload), settings.admission.relist)
         self._wake = wake
-        self._cache: ObjectCache[Workload] = ObjectCache(read_workload)
-        self._names: dict[Key, set[str]] = {}
-        """Of each job's Workloads; some may be gone."""
+        self._of_jobs: dict[Key, dict[str, Workload]] = {}
         self.trouble = _UNKNOWN
         """Why they are not known, in words; empty: they are."""
         self._barred = ""
 
     def of(self, key: Key) -> tuple[Workload, ...]:
         """The Workloads of a job."""
-        entries = self._cache.entries
-        found = [entries[key[0], name].value for name in self._names.get(key, ()) if (key[0], name) in entries]
-        return tuple(sorted(found, key=lambda workload: workload.name))
+        return tuple(sorted(self._of_jobs.get(key, {}).values(), key=lambda workload: workload.name))
 
-    def take(self, body: Object) -> None:
-        """A Workload was made or changed, as the API server says."""
-        key = key_of(body)
-        if key is None:
-            return
-        before, after = self._cache.put(body)
-        self._names.setdefault(key, set()).add(body["metadata"]["name"])
-        if before != after:
-            self._wake(key)
-
-    def lose(self, namespace: str, name: str, uid: str) -> None:
-        """A Workload is gone."""
-        known = self._cache.entries.get((namespace, name))
-        if self._cache.remove(namespace, name, uid) and known is not None:
-            self._note_gone(known.value)
+    def note(self, changes: Sequence[tuple[Workload | None, Workload | None]]) -> None:
+        for before, after in changes:
+            concerned: dict[Key, None] = {}
+            for known in filter(None, (before, after)):
+                if (key := key_of(known.raw)) is not None:
+                    concerned[key] = None
+                    self._of_jobs.setdefault(key, {}).pop(known.name, None)
+                    if known is after:
+                        self._of_jobs[key][known.name] = known
+                    elif not self._of_jobs[key]:
+                        del self._of_jobs[key]
+            for key in concerned:
+                self._wake(key)
 
     def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
-        """These are all that there are."""
         self._barred = ""
-        before = {place: entry.value for place, entry in self._cache.entries.items()}
-        for place in self._cache.replace(bodies, begun, within):
-            entry = self._cache.entries.get(place)
-            key = key_of(entry.value.raw) if entry is not None else None
-            if key is not None:
-                self._names.setdefault(key, set()).add(place[1])
-                self._wake(key)
-            elif place in before:
-                self._note_gone(before[place])
-
-    def _note_gone(self, workload: Workload) -> None:
-        key = key_of(workload.raw)
-        if key is None:
-            return
-        names = self._names.get(key, set())
-        names.discard(workload.name)
-        if not names:
-            self._names.pop(key, None)
-        self._wake(key)
+        super().replace(bodies, begun, within)
 
     def note_known(self) -> None:
-        """Jobs that wait for it may be decided about."""
         if self.trouble != self._barred:
             self.trouble = self._barred
             self._wake(None)
 
     def note_barred(self, error: ApiError) -> None:
-        """There is no Kueue here, or the operator may not ask."""
         why = "this cluster has no Workloads of Kueue" if isinstance(error, NotFound) else str(error)
         self._barred = f"{why} ({WORKLOADS.api_version}); install Kueue and the operator's rights, or remove the label"
 
     def forget(self) -> None:
-        """They are not followed any more."""
-        self._cache.entries.clear()
-        self._names.clear()
+        super().forget()
+        self._of_jobs.clear()
         self.trouble = _UNKNOWN

@@ -20,11 +20,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
-from virtualflow_operator.k8s.client import KubeApi
-from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, NotFound
-from virtualflow_operator.k8s.resources import LEASES, Resource
+from virtualflow_operator.k8s.client import LEASES, AlreadyExists, ApiError, Conflict, KubeApi, NotFound
 from virtualflow_operator.settings import LeaseSettings
 
 logger = logging.getLogger(__name__)
@@ -38,21 +36,6 @@ NAMESAKE_SHARE = 1.5
 LEAST_WAIT = 0.05
 
 Action = Literal["create", "take", "renew", "wait"]
-
-
-class LeaseApi(Protocol):
-    """What of ``KubeApi`` an election needs."""
-
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> dict[str, Any]:
-        """Return one object."""
-
-    async def create(self, resource: Resource, namespace: str | None, body: dict[str, Any]) -> dict[str, Any]:
-        """Create an object."""
-
-    async def replace(
-        self, resource: Resource, namespace: str | None, name: str, body: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Replace an object of the same resourceVersion."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +163,7 @@ class Elector:
 
     def __init__(
         self,
-        api: LeaseApi,
+        api: KubeApi,
         settings: LeaseSettings,
         *,
         on_lost: Callable[[str], object] = leave_the_lease,

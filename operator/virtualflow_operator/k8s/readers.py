@@ -15,10 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import ApiError
+from virtualflow_operator.api import Object
+from virtualflow_operator.k8s.client import ACCESS_REVIEWS, TOKEN_REVIEWS, ApiError, Resource
 from virtualflow_operator.k8s.event_recorder import TokenBucket
-from virtualflow_operator.k8s.resources import ACCESS_REVIEWS, TOKEN_REVIEWS, Resource
 
 logger = logging.getLogger(__name__)
 

@@ -30,19 +30,12 @@ BACKLOG = 64
 """Connections that may wait to be accepted."""
 
 
-class Stalling(Protocol):
-    """A queue that knows for how long nothing has moved."""
-
-    def stalled(self) -> float:
-        """Seconds in which entries have waited and none was taken."""
-
-
-def queue_moves(queue: Stalling, limit: float = QUEUE_LIMIT) -> Check:
-    """Return a check that the queue makes progress."""
+def queue_moves(stalled: Callable[[], float], limit: float = QUEUE_LIMIT) -> Check:
+    """Check that a queue makes progress, by the seconds in which entries have waited and none was taken."""
 
     def check() -> str | None:
-        stalled = queue.stalled()
-        return None if stalled < limit else f"jobs have waited for {stalled:.0f} s, and none was reconciled"
+        waited = stalled()
+        return None if waited < limit else f"jobs have waited for {waited:.0f} s, and none was reconciled"
 
     return check
 

@@ -6,8 +6,7 @@ A satellite: only the operator's admissions load it, for the first job that name
 from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.capacity import requested, worker_units
-from virtualflow_operator.queues.grants import Grant, known_grant
-from virtualflow_operator.queues.members import QueueMember
+from virtualflow_operator.queues.members import Grant, QueueMember, known_grant
 
 __all__ = [
     "Grant",

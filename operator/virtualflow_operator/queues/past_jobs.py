@@ -1,19 +1,36 @@
-"""What a queue remembers of the jobs that have ended, to judge by it how long others are. Pure.
+"""What a queue knows of how fast its jobs are, and remembers of those that have ended, to judge by it how long others
+are. Pure.
 
-It stands in the queue's status, in few numbers for each kind of jobs: the jobs themselves are deleted after a while,
-and the operator may start anew. A job is counted once, when it has ended after the latest that was counted; of two
-that end in the same second one may be left out.
+The latter stands in the queue's status, in few numbers for each kind of jobs: the jobs themselves are deleted after a
+while, and the operator may start anew. A job is counted once, when it has ended after the latest that was counted; of
+two that end in the same second one may be left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, isfinite, log
+from math import exp, log
 
-from virtualflow_operator.api import ANY_KIND, Job, PastKind, QueueStatus
-from virtualflow_operator.queues.curves import curve_of
+from virtualflow_operator.api import ANY_KIND, Job, Measured, PastKind, QueueStatus
+from virtualflow_operator.jobs.scaling_history import computing_of, positive, speed_of
+from virtualflow_operator.scheduling import ScalingCurve
 from virtualflow_operator.scheduling.service_time import AlikeJobs, Past, left
 from virtualflow_operator.settings import SchedulingSettings
+
+
+def curve_of(known: Sequence[Measured], kind: str = ANY_KIND) -> ScalingCurve:
+    """The scaling curve through what was measured on a kind of device."""
+    return ScalingCurve.of((point.workers, speed_of(point)) for point in known if point.kind == kind)
+
+
+def phases_of(known: Sequence[Measured], kind: str = ANY_KIND) -> ScalingCurve:
+    """The same, for what a step computes: beside the speeds with several workers, that of a lone one that computes as
+    they do together, all the time. (``scheduling.Phases.at`` takes the difference for no computing.)
+    """
+    points = [point for point in known if point.kind == kind]
+    alone = [1_000 / (computing_of(point) * point.workers) for point in points if computing_of(point)][:1]
+    several = [(point.workers, speed_of(point)) for point in points if point.workers > 1 or not alone]
+    return ScalingCurve.of([*several, *((1, speed) for speed in alone)])
 
 
 def least_workers(job: Job) -> int:
@@ -41,8 +58,8 @@ def read_past(status: QueueStatus, scale: int) -> Past:
     """What the status says; a kind whose numbers make no sense is left out."""
     kinds = []
     for kind in status.past:
-        service, factor = _number(kind.unit_seconds), _number(kind.off_by)
-        if service is not None and factor is not None:
+        service, factor = positive(kind.unit_seconds), positive(kind.off_by)
+        if service and factor:
             kinds.append(
                 AlikeJobs(kind.namespace, kind.pattern, kind.jobs, log(service * scale), log(max(factor, 1.0)))
             )
@@ -70,11 +87,3 @@ def count_ended(
             until = at
             past = past if not needed else past.after(job.namespace, job.name, needed, settings)
     return past, until
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if isfinite(number) and number > 0 else None

@@ -18,8 +18,7 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from virtualflow_operator.scheduling.curve import ScalingCurve
-from virtualflow_operator.scheduling.demand import Allocation, Demand, Policy, Room
+from virtualflow_operator.scheduling.demand import Allocation, Demand, Policy, Room, ScalingCurve
 from virtualflow_operator.scheduling.device_kinds import (
     NONE,
     DeviceKind,

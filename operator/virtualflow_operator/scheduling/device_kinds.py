@@ -14,8 +14,7 @@ from math import isfinite
 from types import MappingProxyType
 from typing import Literal
 
-from virtualflow_operator.scheduling.curve import ScalingCurve
-from virtualflow_operator.scheduling.demand import Capacity, Demand, Shortage
+from virtualflow_operator.scheduling.demand import Capacity, Demand, ScalingCurve, Shortage
 
 Mobility = Literal["stays", "moves", "mixes"]
 """What a job may do that has begun: stay on its kind for life; change it between steps; be on several at once."""
@@ -75,7 +74,6 @@ class KindDemand:
         return self.job.allocated + sum(self.lent.values())
 
     def given(self, allocation: KindAllocation, now: float) -> KindDemand:
-        """The job after an allocation was applied: what the next decision is to see."""
         at_home = allocation.workers.get(allocation.home, 0)
         job = self.at(allocation.home).given(at_home, now)
         lent = {kind: count for kind, count in allocation.workers.items() if kind != allocation.home}
@@ -98,16 +96,15 @@ class KindDemand:
 
 @dataclass(frozen=True)
 class KindAllocation:
+    """What a job gets, as :class:`.demand.Allocation` by kind."""
+
     workers: Mapping[str, int]
     """By kind, none of them 0; empty: it waits, or is to be suspended."""
     home: str
     """The kind in whose share it is, or for which it waits."""
     reason: str
-    """Why these, in one sentence for the job's status."""
     on_demand: int = 0
-    """How many of the workers must be on on-demand nodes."""
     shortage: Shortage | None = None
-    """Why it can never run, if so."""
 
 
 def joined(home: str, at_home: int, lent: Mapping[str, int]) -> dict[str, int]:

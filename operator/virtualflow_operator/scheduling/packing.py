@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isfinite
 
-from virtualflow_operator.scheduling.curve import ScalingCurve
-from virtualflow_operator.scheduling.demand import Allocation, Demand
+from virtualflow_operator.scheduling.demand import Allocation, Demand, ScalingCurve
 from virtualflow_operator.settings import PackingSettings
 
 # A job's step in phases, and how fast jobs are that share one device in turns. Pure.

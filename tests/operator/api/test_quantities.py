@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow_operator.api.quantities import pod_requests, total
+from virtualflow_operator.api.validation import pod_requests, total
 
 
 def container(cpu: str | None = None, limit: str | None = None, **rest: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_names_defaults_and_subresources() -> None:
     names, version = crd(QUEUE_CRD_FILE)["spec"]["names"], crd(QUEUE_CRD_FILE)["spec"]["versions"][0]
     assert crd(QUEUE_CRD_FILE)["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert (names["kind"], names["plural"], names["shortNames"]) == (
-        constants.QUEUE_KIND,
+        "VirtualFlowQueue",
         constants.QUEUE_PLURAL,
         ["vfq"],
     )

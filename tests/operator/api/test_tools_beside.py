@@ -29,7 +29,7 @@ from virtualflow_operator.api.queue import read_queue, write_queue_status
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueScene, allocate
-from virtualflow_operator.queues.grants import Grant
+from virtualflow_operator.queues.members import Grant
 from virtualflow_operator.settings import SchedulingSettings
 
 TOOLS = ROOT / "examples" / "tools"

@@ -13,8 +13,7 @@ from scenes import SETTINGS
 
 from virtualflow_operator.api.objects import read_job
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import NETWORK_POLICIES, PDBS, PODS, SECRETS, SERVICES, Resource
+from virtualflow_operator.k8s.client import NETWORK_POLICIES, PDBS, PODS, SECRETS, SERVICES, Object, Resource
 
 PATHS = {
     "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from virtualflow_operator.controllers.budgets import Holdings, Turns
+from virtualflow_operator.controllers.coordinator_links import Holdings, Turns
 from virtualflow_operator.k8s import TokenBucket
 
 ONE, OTHER, HONEST = ("hostile", "one"), ("hostile", "other"), ("honest", "digits")

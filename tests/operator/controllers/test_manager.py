@@ -19,7 +19,7 @@ from virtualflow.protocol import http_api
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, WORKER
 from virtualflow_operator.jobs.manifests import derive_token
 from virtualflow_operator.jobs.pod_classification import LEFT
-from virtualflow_operator.k8s.resources import JOBS, NODES, PDBS, PODS, SECRETS, SERVICES
+from virtualflow_operator.k8s.client import JOBS, NODES, PDBS, PODS, SECRETS, SERVICES
 
 # --- what a job becomes -----------------------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from stage import FLAGS, job
 
 import kube_apiserver
 from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.k8s.client import KubeApi
-from virtualflow_operator.k8s.resources import JOBS, PODS, SERVICES
+from virtualflow_operator.k8s.client import JOBS, PODS, SERVICES, KubeApi
 from virtualflow_operator.settings import ApiSettings
 
 CROWD = int(os.environ.get("VIRTUALFLOW_CROWD", "1000"))

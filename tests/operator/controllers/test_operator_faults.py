@@ -12,7 +12,7 @@ from fake_api import Fault
 from stage import NAMESPACE, Stage, play, staged
 
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, SERVICES
+from virtualflow_operator.k8s.client import JOBS, NODES, PODS, SERVICES
 from virtualflow_operator.settings import ApiSettings
 
 NAMES = ("digits", "letters")

@@ -17,8 +17,7 @@ from virtualflow_operator.constants import (
     LABEL_KUEUE_QUEUE,
     WORKER,
 )
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import JOBS, WORKLOADS
+from virtualflow_operator.k8s.client import JOBS, WORKLOADS, Object
 
 
 def install(stage: Stage) -> None:

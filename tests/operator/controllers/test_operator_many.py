@@ -11,8 +11,7 @@ from fake_api import Fault
 from stage import NAMESPACE, WRITES, Stage, job, play
 
 from virtualflow_operator.constants import WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import JOBS
+from virtualflow_operator.k8s.client import JOBS, Object
 
 
 def test_twenty_jobs_at_once(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from queue_stage import QUICK_POLICY, add_queue, queue, queued, ready
 from stage import Stage, play
 
 from virtualflow_operator.constants import LABEL_KIND, WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import NODES
+from virtualflow_operator.k8s.client import NODES, Object
 
 DEVICE = "example.com/device"
 KINDS = [

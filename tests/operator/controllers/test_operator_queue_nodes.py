@@ -9,8 +9,7 @@ from queue_stage import QUICK_POLICY, add_queue, given, queue, queued, shares
 from stage import NAMESPACE, Stage, play
 
 from virtualflow_operator.constants import WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import NODES, PODS
+from virtualflow_operator.k8s.client import NODES, PODS, Object
 
 
 def test_the_minimum_is_made_for_on_demand_nodes_and_the_rest_for_spot_ones(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from stage import NAMESPACE, Stage, job, play
 
 from kstatus import kstatus
 from virtualflow_operator.constants import WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.resources import NODES, PODS, QUEUES
+from virtualflow_operator.k8s.client import NODES, PODS, QUEUES, Object
 
 
 def test_shares_follow_the_weights_as_jobs_come_and_go(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from stage import NAMESPACE, TOKEN, WRITES, Stage, play
 from operator_metrics import scrape
 from ports import free_port
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.k8s.resources import LEASES, PODS
+from virtualflow_operator.k8s.client import LEASES, PODS
 
 
 @dataclass

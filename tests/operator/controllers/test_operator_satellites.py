@@ -20,7 +20,7 @@ from stage import FLAGS, KEY, NAMESPACE, TOKEN, Stage, job, play
 
 import virtualflow_operator
 from virtualflow_operator.constants import LABEL_KUEUE_QUEUE, WORKER
-from virtualflow_operator.k8s.resources import PODS
+from virtualflow_operator.k8s.client import PODS
 
 SATELLITES = ("kueue", "queues", "scheduling", "simulator")
 
@@ -121,7 +121,7 @@ def test_a_job_without_a_queue_lives_as_before_and_one_with_a_queue_is_told_what
 def test_an_operator_has_no_satellite_in_its_memory_before_a_job_needs_one() -> None:
     code = (
         "import sys\n"
-        "from virtualflow_operator.controllers import main\n"
+        "from virtualflow_operator.controllers import watches\n"
         "loaded = {name.split('.')[1] for name in sys.modules if name.startswith('virtualflow_operator.')}\n"
         f"print(sorted(loaded & {set(SATELLITES)}))\n"
     )

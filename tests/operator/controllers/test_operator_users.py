@@ -17,7 +17,7 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_DEVICE_MEMORY
 from virtualflow_operator.constants import LABEL_JOB, WORKER
-from virtualflow_operator.k8s.resources import EVENTS, JOBS, PODS, SECRETS, SERVICES
+from virtualflow_operator.k8s.client import EVENTS, JOBS, PODS, SECRETS, SERVICES
 
 
 def test_a_job_is_scaled_through_its_scale_subresource(tmp_path: Path) -> None:

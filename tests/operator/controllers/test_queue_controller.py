@@ -19,11 +19,10 @@ from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.k8s.cache import Key, Store, queue_key
-from virtualflow_operator.k8s.client import KubeApi, Object
+from virtualflow_operator.k8s.client import JOBS, QUEUES, KubeApi, Object
+from virtualflow_operator.k8s.following import relist
 from virtualflow_operator.k8s.leader_election import LeaseThread
 from virtualflow_operator.k8s.nesting import DeepObjects
-from virtualflow_operator.k8s.relist import relist
-from virtualflow_operator.k8s.resources import JOBS, QUEUES
 from virtualflow_operator.observability.metrics import Metrics
 from virtualflow_operator.settings import LeaseSettings, OperatorSettings, SharingSettings
 

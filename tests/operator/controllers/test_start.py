@@ -11,7 +11,7 @@ from pathlib import Path
 from running import COMMAND, write_kubeconfig
 from stage import KEY, TOKEN, Stage, play
 
-from virtualflow_operator.k8s.resources import JOBS
+from virtualflow_operator.k8s.client import JOBS
 
 
 def test_a_port_that_is_taken_ends_the_operator_with_a_sentence(tmp_path: Path) -> None:

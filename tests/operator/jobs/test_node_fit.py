@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scenes import training
 
 from virtualflow_operator.api.objects import Node
-from virtualflow_operator.api.quantities import parse_quantity
+from virtualflow_operator.api.validation import parse_quantity
 from virtualflow_operator.jobs.node_fit import could_take, never_fits
 from virtualflow_operator.jobs.workers import keep_off
 

@@ -14,7 +14,7 @@ from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api.job import Measured
 from virtualflow_operator.api.objects import read_job
 from virtualflow_operator.jobs.scaling_history import MAX_MEASURED, efficient_limit, remember
-from virtualflow_operator.queues.curves import curve_of, phases_of
+from virtualflow_operator.queues.past_jobs import curve_of, phases_of
 from virtualflow_operator.scheduling.packing import Phases
 
 JOB = read_job(accepted(body(virtualNodes=64)))

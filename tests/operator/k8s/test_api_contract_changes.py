@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from contract import Cluster, job, names, on_both
 
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import Conflict, Invalid
-from virtualflow_operator.k8s.resources import JOBS, LEASES, PODS, SECRETS
+from virtualflow_operator.k8s.client import JOBS, LEASES, PODS, SECRETS, Conflict, Invalid, Object
 
 # Lists
 

@@ -9,9 +9,18 @@ from api_clients import client_of
 from contract import Cluster, job, on_both, pod, secret
 
 from kstatus import kstatus
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import AlreadyExists, Forbidden, Invalid, NotFound
-from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, SERVICES, Resource
+from virtualflow_operator.k8s.client import (
+    JOBS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    AlreadyExists,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Object,
+    Resource,
+)
 
 
 @on_both

@@ -12,10 +12,7 @@ from resource_rules import QUEUE_CRD_FILE, crd
 
 from virtualflow_operator.api.job import read_spec
 from virtualflow_operator.api.validation import OPERATOR_VARIABLES, find_problems
-from virtualflow_operator.constants import QUEUE_KIND
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import AlreadyExists, Invalid, NotFound
-from virtualflow_operator.k8s.resources import JOBS, QUEUES
+from virtualflow_operator.k8s.client import JOBS, QUEUES, AlreadyExists, Invalid, NotFound, Object
 
 FIXED = "optimizerPlacement cannot be changed, because the result depends on it; create a new job"
 
@@ -140,7 +137,7 @@ async def test_kinds_of_device_are_told_apart_and_their_rules_kept(cluster: Clus
 
     async def make(**spec: Any) -> Object:
         metadata = {"name": f"{cluster.namespace}-queue"}
-        body = {"apiVersion": QUEUES.api_version, "kind": QUEUE_KIND, "metadata": metadata, "spec": spec}
+        body = {"apiVersion": QUEUES.api_version, "kind": "VirtualFlowQueue", "metadata": metadata, "spec": spec}
         return await cluster.api.create(QUEUES, None, body, dry_run=True)
 
     async def is_served() -> bool:

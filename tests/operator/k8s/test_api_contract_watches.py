@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from contract import NAMESPACES, Cluster, eventually, job, on_both, owner, pod
 
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import Conflict, NotFound
+from virtualflow_operator.k8s.client import JOBS, PODS, SECRETS, Conflict, NotFound, Object
 from virtualflow_operator.k8s.following import NOT_OURS, TAKING
-from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS
 
 # Deletion
 

@@ -21,19 +21,25 @@ from hypothesis import strategies as st
 from kubernetes.aio.config import ConfigException, incluster_config
 
 from tiers import examples
-from virtualflow_operator.k8s.client import LIST_ATTEMPTS, KubeApi, Object
-from virtualflow_operator.k8s.errors import (
+from virtualflow_operator.k8s.client import (
+    JOBS,
+    LEASES,
+    LIST_ATTEMPTS,
+    NODES,
+    PODS,
+    SECRETS,
     AlreadyExists,
     ApiError,
     Conflict,
     Forbidden,
     Gone,
     Invalid,
+    KubeApi,
     NotFound,
+    Object,
     TooManyRequests,
     Unavailable,
 )
-from virtualflow_operator.k8s.resources import JOBS, LEASES, NODES, PODS, SECRETS
 from virtualflow_operator.settings import ApiSettings
 
 Test = Callable[[FakeApi, KubeApi], Coroutine[Any, Any, None]]

@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 
-from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Forbidden, Invalid, NotFound, Unavailable
+from virtualflow_operator.k8s.client import (
+    EVENTS,
+    AlreadyExists,
+    ApiError,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Resource,
+    Unavailable,
+)
 from virtualflow_operator.k8s.event_recorder import EventRecorder, event_name
-from virtualflow_operator.k8s.resources import EVENTS, Resource
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 

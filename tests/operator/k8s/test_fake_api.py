@@ -11,8 +11,7 @@ from api_clients import client_of
 from contract import DEFINITION, LIMIT, job, pod, secret
 from fake_api import FakeApi, Fault
 
-from virtualflow_operator.k8s.errors import Unavailable
-from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, SECRETS
+from virtualflow_operator.k8s.client import JOBS, NODES, PODS, SECRETS, Unavailable
 
 
 def test_kopf_follows_through_every_interruption() -> None:

@@ -13,10 +13,8 @@ from api_clients import client_of
 from fake_api import FakeApi, Fault
 
 from virtualflow_operator.k8s.cache import Store
-from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.errors import Forbidden, Unavailable
+from virtualflow_operator.k8s.client import PODS, Forbidden, KubeApi, Object, Unavailable
 from virtualflow_operator.k8s.following import ForeignPodWatch, WatchPace
-from virtualflow_operator.k8s.resources import PODS
 from virtualflow_operator.settings import OperatorSettings, QueueSettings, SharingSettings
 
 SETTINGS = OperatorSettings(image="operator:test", queue=QueueSettings(backoff_first=0.05, backoff_most=0.1))

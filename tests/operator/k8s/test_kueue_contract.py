@@ -19,9 +19,7 @@ from running import OperatorProcess
 from stage import FLAGS, job
 
 from virtualflow_operator.constants import LABEL_KUEUE_QUEUE, LABEL_ROLE, WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import AlreadyExists, Invalid, NotFound
-from virtualflow_operator.k8s.resources import FLAVORS, JOBS, PODS, WORKLOADS
+from virtualflow_operator.k8s.client import FLAVORS, JOBS, PODS, WORKLOADS, AlreadyExists, Invalid, NotFound, Object
 
 
 async def install(cluster: Cluster) -> None:

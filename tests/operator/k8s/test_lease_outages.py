@@ -11,7 +11,7 @@ import pytest
 from leases import A, Candidate, Store, first_leads
 from virtual_time import now, run
 
-from virtualflow_operator.k8s.errors import Forbidden
+from virtualflow_operator.k8s.client import Forbidden
 
 
 def test_an_outage_shorter_than_the_deadline_is_survived(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,10 +18,9 @@ import pytest
 from api_clients import client_of
 
 from tiers import nightly
-from virtualflow_operator.k8s.client import KubeApi
+from virtualflow_operator.k8s.client import LEASES, KubeApi
 from virtualflow_operator.k8s.leader_election import LeaseThread
 from virtualflow_operator.k8s.nesting import cut
-from virtualflow_operator.k8s.resources import LEASES
 from virtualflow_operator.settings import LeaseSettings
 
 LIMIT = 60.0

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage import NAMESPACE, Stage, play
 
-from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.client import JOBS, PODS, Object
 from virtualflow_operator.k8s.nesting import LEFT_OUT, MAX_LEVELS, DeepObjects, cut
-from virtualflow_operator.k8s.resources import JOBS, PODS
 
 MOST_STORED = 10_000
 """Levels that an API server takes."""

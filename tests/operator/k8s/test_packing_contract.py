@@ -19,9 +19,7 @@ from stage import FLAGS, QUEUE_DEFINITION
 
 from virtualflow.protocol.settings import ENV_TURNS
 from virtualflow_operator.constants import ANNOTATION_HOST, LABEL_JOB, LABEL_LODGER, LABEL_ROLE, TURNS_VOLUME, WORKER
-from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
-from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, QUEUES
+from virtualflow_operator.k8s.client import JOBS, NODES, PODS, QUEUES, AlreadyExists, ApiError, NotFound, Object
 
 PAIR = {"replicas": 2, "minReplicas": 2, "maxReplicas": 2}
 MEASURED = {"scaling": [{"workers": 2, "stepsPerSecond": "1", "computingMilliseconds": "500"}]}

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from virtualflow_operator.k8s.errors import Unavailable
+from virtualflow_operator.k8s.client import TOKEN_REVIEWS, Resource, Unavailable
 from virtualflow_operator.k8s.readers import FRESH, REMEMBERED, STRANGERS, WAITING, Readers
-from virtualflow_operator.k8s.resources import TOKEN_REVIEWS, Resource
 
 
 class Reviews:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.errors import Forbidden, NotFound
+from virtualflow_operator.k8s.client import Forbidden, KubeApi, NotFound, Object
 from virtualflow_operator.k8s.following import WorkloadWatch
 from virtualflow_operator.settings import OperatorSettings
 

@@ -98,7 +98,7 @@ def test_by_default_every_address_is_listened_on() -> None:
 def test_a_queue_in_which_a_job_waits_for_too_long_does_not_move() -> None:
     async def story() -> None:
         queue = WorkQueue[str](QueueSettings(concurrency=1, slow_most=0))
-        moves = queue_moves(queue, limit=60)
+        moves = queue_moves(queue.stalled, limit=60)
         never = asyncio.Event()
 
         async def process(_: str) -> None:

@@ -18,8 +18,7 @@ from virtualflow_operator.api.objects import Node, read_job
 from virtualflow_operator.api.queue import Queue, read_queue
 from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
-from virtualflow_operator.queues.grants import Grant, known_grant
-from virtualflow_operator.queues.members import QueueMember
+from virtualflow_operator.queues.members import Grant, QueueMember, known_grant
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
 

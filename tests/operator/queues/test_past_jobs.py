@@ -11,7 +11,7 @@ from scenes import NOW, body, container, group
 
 from virtualflow_operator.api import Job, PastKind, Queue, format_time, read_job, read_queue
 from virtualflow_operator.queues.allocation import QueueDecision, QueueMember, QueueScene, allocate
-from virtualflow_operator.queues.grants import Grant
+from virtualflow_operator.queues.members import Grant
 from virtualflow_operator.queues.past_jobs import count_ended, read_past, served, write_past
 from virtualflow_operator.scheduling.service_time import Past
 from virtualflow_operator.settings import SchedulingSettings

@@ -21,7 +21,7 @@ from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene
 from virtualflow_operator.queues.admission import QueueAdmission
-from virtualflow_operator.queues.grants import Grant
+from virtualflow_operator.queues.members import Grant
 from virtualflow_operator.queues.worker_pods import choose_grounds, confine
 from virtualflow_operator.settings import OperatorSettings
 

@@ -16,8 +16,8 @@ from virtualflow_operator.constants import LABEL_KIND
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.node_fit import is_made_for
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod, PodClassification
+from virtualflow_operator.queues.admission import kind_of_pod, lacking_kinds, sort_by_kind, unsuitable
 from virtualflow_operator.queues.kinds import kind_of
-from virtualflow_operator.queues.misplaced import kind_of_pod, lacking_kinds, sort_by_kind, unsuitable
 from virtualflow_operator.queues.worker_pods import confine
 
 JOB = read_job(accepted(body(virtualNodes=64)))

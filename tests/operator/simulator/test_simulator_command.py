@@ -19,7 +19,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
 from virtualflow.launcher.subcommands import EXTERNAL
 from virtualflow_operator.simulator import command
-from virtualflow_operator.simulator.command import main, run
+from virtualflow_operator.simulator.command import main
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, NodeEvent, read, write
 
 ROOT = Path(__file__).parents[3]
@@ -191,13 +191,10 @@ def test_other_capacity_replaces_the_nodes(tmp_path: Path, capsys: pytest.Captur
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file or directory"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(
-    tmp_path: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_makes_no_sense_is_said_in_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
     trace = given(tmp_path, HEADING + NODE + "job,0,j,100,1:1 4:4,,,,,\n")
-    assert run([str(trace), *arguments]) == launcher.EXIT_USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert sentence in line
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        main([str(trace), *arguments])
 
 
 def test_a_job_that_never_ends_is_named_and_the_exit_code_says_so(
@@ -220,10 +217,10 @@ def test_without_matplotlib_the_table_is_there_and_a_sentence_says_what_is_missi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run([str(given(tmp_path, GOOD)), "--plots", str(tmp_path)]) == launcher.EXIT_USAGE
-    captured = capsys.readouterr()
-    assert "WeightedFairShare" in captured.out
-    assert "the plots need matplotlib, not installed here; run: pip install 'virtualflow[plots]'" in captured.err
+    told = "the plots need matplotlib, not installed here; run: pip install 'virtualflow[plots]'"
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
+        main([str(given(tmp_path, GOOD)), "--plots", str(tmp_path)])
+    assert "WeightedFairShare" in capsys.readouterr().out
 
 
 def test_the_traces_of_the_document_are_read(tmp_path: Path) -> None:
@@ -295,8 +292,8 @@ def test_it_needs_nothing_that_talks_to_a_cluster_nor_torch() -> None:
     absent = ("kopf", "kubernetes", "prometheus_client", "torch", "numpy", "matplotlib")
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
-        "from virtualflow_operator.simulator.command import run\n"
-        f"sys.exit(run(['{ROOT / 'benchmarks' / 'traces' / 'paper-3.csv'}']))"
+        "from virtualflow_operator.simulator.command import main\n"
+        f"sys.exit(main(['{ROOT / 'benchmarks' / 'traces' / 'paper-3.csv'}']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
