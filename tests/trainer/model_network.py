@@ -16,7 +16,7 @@ from unittest.mock import patch
 from driven import Driven
 from model_worker import Exchanges, Wire, Worker
 
-from virtualflow.coordinator.absence import excuse
+from virtualflow.coordinator.generations import excuse
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.errors import CommunicatorBroken

@@ -26,7 +26,7 @@ from coordinator_server import hello
 from driven import Driven
 from simulated import SETTINGS, Worker, World
 
-from virtualflow.coordinator.absence import excuse
+from virtualflow.coordinator.generations import excuse
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m

@@ -14,7 +14,7 @@ from simulated import Worker, World
 
 from virtualflow.device import determinism
 from virtualflow.device.determinism import fingerprint
-from virtualflow.launcher.worker_starter import WorkerCommand, worker_environment
+from virtualflow.launcher.workforce import WorkerCommand, worker_environment
 from virtualflow.protocol import versions
 from virtualflow.protocol.settings import ENV_CUBLAS_WORKSPACE, ENV_HASH_SEED, Reproducibility
 

@@ -12,7 +12,7 @@ import pytest
 from jobs import LIMIT, ROOT
 
 import programs
-from virtualflow.launcher.explain import describe
+from virtualflow.launcher.profile import describe_exchange
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report, write_report
 
 SCRIPT = """
@@ -40,7 +40,7 @@ def test_the_way_of_each_bucket_is_printed_with_its_reasons(tmp_path: Path) -> N
     lines = done.stdout.splitlines()
     assert lines[0] == "step 2: 2 workers that contribute 1, 1 sums, 1 bucket"
     assert "assumed, since so little is not measured" in lines[1]
-    assert "bucket 1: 288 bytes of float32 (bias, weight)" in lines
+    assert "bucket 1: 288 B of float32 (bias, weight)" in lines
     assert any(line.startswith("  gather, behind the step headers; predicted to be the fastest") for line in lines)
     assert any("no further overlap: all buckets together are predicted to save" in line for line in lines)
     assert not list(tmp_path.glob("virtualflow-*/*")), "it has left something"
@@ -74,7 +74,7 @@ def test_a_script_that_cannot_be_run_is_told_in_a_sentence(tmp_path: Path, text:
 
 
 def test_one_worker_has_nothing_to_explain() -> None:
-    assert "nothing travels" in describe(ExchangeReport(2, [1], False, {}, []))
+    assert "nothing travels" in describe_exchange(ExchangeReport(2, [1], False, {}, []))
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     report = ExchangeReport(2, [2, 1], True, dict.fromkeys(numbers, 1e-9) | {"add_byte": 0.0, "hidden": 0.25}, [bucket])
     write_report(tmp_path / "report", report)
     assert read_report(tmp_path / "report") == report
-    text = describe(report)
+    text = describe_exchange(report)
     assert "2 workers that contribute 2, 1 sums" in text
     assert "beside a backward pass 25% of that is hidden" in text
-    assert "bucket 1: 3.0 MiB of float32 (a, b, c and 1 more)" in text
+    assert "bucket 1: 3.00 MiB of float32 (a, b, c and 1 more)" in text
     assert "  gather, beside the backward pass; why" in text
     assert "  predicted: gather 1 ms" in text

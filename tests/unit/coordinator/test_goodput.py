@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from virtualflow.coordinator.goodput import Goodput
+from virtualflow.coordinator.history import Goodput
 
 
 def look(goodput: Goodput, begin: int, end: int, **facts: object) -> None:

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from large_job import fill, happen, train
 
-from virtualflow.coordinator.goodput import Goodput
-from virtualflow.coordinator.history import History
-from virtualflow.coordinator.job_records import take_up, write
+from virtualflow.coordinator.history import Goodput, History
+from virtualflow.coordinator.memory_copies import take_up, write_record
 from virtualflow.coordinator.page.live_page import compose
 from virtualflow.coordinator.series import Series
 from virtualflow.coordinator.settings import SERIES_POINTS, MembershipSettings
@@ -37,7 +36,7 @@ def recorded(steps: int = 30, writer: str = "the former") -> JobRecord:
         train(job, step)
         job.count_goodput(float(step))
     job.history.tell("info", f"what {writer} has told")
-    return through_json(write(job, writer))
+    return through_json(write_record(job, writer))
 
 
 def through_json(record: JobRecord) -> JobRecord:
@@ -71,10 +70,10 @@ def test_an_older_or_a_known_record_changes_nothing() -> None:
     older = replaced(recorded(10), number=newer.number - 1)
     newer = replaced(newer, number=newer.number + 5)
     assert take_up(job, newer, 0.0, 1.0)
-    before = m.encode(write(job, "this"))
+    before = m.encode(write_record(job, "this"))
     assert not take_up(job, older, 0.0, 1.0)
     assert not take_up(job, newer, 0.0, 1.0)
-    assert msgspec.json.decode(before)["series"] == msgspec.json.decode(m.encode(write(job, "this")))["series"]
+    assert msgspec.json.decode(before)["series"] == msgspec.json.decode(m.encode(write_record(job, "this")))["series"]
 
 
 def test_a_newer_record_takes_the_place_of_the_one_before() -> None:
@@ -91,9 +90,9 @@ def test_a_newer_record_takes_the_place_of_the_one_before() -> None:
 
 def test_numbers_go_on_across_coordinators() -> None:
     job = fresh_job(2)
-    write(job, "this")
+    write_record(job, "this")
     take_up(job, replaced(recorded(), number=500), 0.0, 1.0)
-    assert write(job, "this").number == 501
+    assert write_record(job, "this").number == 501
 
 
 def test_what_is_only_counted_stays_counted() -> None:
@@ -108,7 +107,7 @@ def test_what_is_only_counted_stays_counted() -> None:
         msgspec.structs.replace(known, incarnation=former.incarnation): change
         for known, change in job.history.changes.items()
     }
-    take_up(job, through_json(write(former, "former")), 0.0, 1.0)
+    take_up(job, through_json(write_record(former, "former")), 0.0, 1.0)
     assert (job.history.changes_total, job.history.repeated_steps) == (total, repeated)
 
 
@@ -319,7 +318,7 @@ def test_however_long_a_job_trains_its_record_is_small_and_quick() -> None:
     for step in range(1, 50_000, 6):
         train(job, step, metrics=50)
     began = time.process_time()
-    body = m.encode(write(job, "this"))
+    body = m.encode(write_record(job, "this"))
     print(f"{len(body)} bytes in {1_000 * (time.process_time() - began):.1f} ms")
     assert len(body) < 256 * 1024
     assert len(job.history.series) <= SERIES_POINTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator_server import TOKEN, hello, told, with_server
 from driven import Driven
 
-from virtualflow.coordinator import runs
+from virtualflow.coordinator import admission
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
@@ -64,8 +64,8 @@ def test_a_worker_of_the_next_run_brings_the_job_there() -> None:
 def test_one_that_begins_anew_hears_what_its_run_has_ended_with() -> None:
     job = trained("a", "b")
     second(job, "a")
-    assert runs.over(job.state, hello("c")) == m.RunOver(2, m.RunResult(1, 7, 7, "aa", {"loss": 0.5}))
-    assert runs.over(job.state, hello("c", run=2)) is None
+    assert admission.run_over(job.state, hello("c")) == m.RunOver(2, m.RunResult(1, 7, 7, "aa", {"loss": 0.5}))
+    assert admission.run_over(job.state, hello("c", run=2)) is None
 
 
 def test_nobody_is_ahead_of_a_run_that_goes_on() -> None:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from virtualflow._imports import load
 
 if TYPE_CHECKING:
-    from virtualflow.cluster.asynchronous import AsyncClient, AsyncJob
-    from virtualflow.cluster.client import Client
+    from virtualflow.cluster.client import AsyncClient, AsyncJob, Client
     from virtualflow.cluster.job import Job
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job"]
 
-_LAZY = {"AsyncClient": "asynchronous", "AsyncJob": "asynchronous", "Client": "client", "Job": "job"}
+_LAZY = {"AsyncClient": "client", "AsyncJob": "client", "Client": "client", "Job": "job"}
 NEEDS = "kubernetes is not installed: pip install 'virtualflow[cluster]'"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from virtualflow._imports import load
 
 if TYPE_CHECKING:
-    from virtualflow.coordinator.process import serve
+    from virtualflow.coordinator.server import serve
 
 __all__ = ["serve"]
 
@@ -19,4 +19,4 @@ def __getattr__(name: str) -> Any:
     # The command line reads this package's settings at each start, and must not wait for the server's imports.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load("virtualflow.coordinator.process", name)
+    return load("virtualflow.coordinator.server", name)

@@ -2,33 +2,36 @@
 
 It authenticates, decodes, bounds and forwards; what is said changes the state, and every decision is a function of it.
 Without torch, so that it fits into a small pod; without state on disk, so that it may be killed and started again at
-any moment.
+any moment. :func:`serve` is it as a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from virtualflow.coordinator import runs
-from virtualflow.coordinator.absence import excuse
-from virtualflow.coordinator.admission import admit, refuse_unread
+from virtualflow.atomic_file import write_whole
+from virtualflow.coordinator.admission import admit, describe_run_over, refuse_unread, run_over
 from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
-from virtualflow.coordinator.door import Door
+from virtualflow.coordinator.door import Door, WorkerLine
 from virtualflow.coordinator.door import logger as seldom
-from virtualflow.coordinator.job_records import JobRecords
-from virtualflow.coordinator.memory_copies import KeptCopies, copy_limit
+from virtualflow.coordinator.generations import excuse
+from virtualflow.coordinator.memory_copies import JobRecords, KeptCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
 from virtualflow.coordinator.snapshot import listed
@@ -47,50 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("virtualflow.coordinator")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class WorkerLine:
-    """The way to one worker: what waits to be sent, already encoded, and the socket.
-
-    It is bounded, so that a worker that does not read costs the others nothing.
-    """
-
-    def __init__(self, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None, backlog: int) -> None:
-        self._socket = socket
-        self._transport = transport
-        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(backlog)
-        self._finishing = False
-
-    def put(self, data: bytes) -> bool:
-        """Queue a message; ``False``: too many wait already."""
-        if self._queue.full():
-            return False
-        self._queue.put_nowait(data)
-        return True
-
-    def finish(self) -> None:
-        """Close the connection when all that waits is sent."""
-        if not self._finishing:
-            self._finishing = True
-            if self._queue.full():
-                self.abort()
-            else:
-                self._queue.put_nowait(None)
-
-    def abort(self) -> None:
-        if isinstance(self._transport, asyncio.WriteTransport):
-            self._transport.abort()
-
-    async def write(self) -> None:
-        """Send what is queued until :meth:`finish` or the end of the connection."""
-        try:
-            while (data := await self._queue.get()) is not None:
-                await self._socket.send_bytes(data)
-            await self._socket.close(code=WSCloseCode.GOING_AWAY)
-        except ConnectionError:
-            pass  # the reader of the socket learns it too
-        finally:
-            self.abort()
 
 
 class CoordinatorServer:
@@ -341,9 +300,9 @@ class CoordinatorServer:
             return socket
         now = self._tick()
         self._deliver()  # what a former connection was still to be told is not for this one
-        over = runs.over(self.state, hello)
+        over = run_over(self.state, hello)
         if over is not None:
-            await self._answer(socket, over if hello.protocol >= RUNS_PROTOCOL else m.Refuse(runs.describe(over)))
+            await self._answer(socket, over if hello.protocol >= RUNS_PROTOCOL else m.Refuse(describe_run_over(over)))
             return socket
         refusal = admit(self.state, hello, now)
         if refusal is not None:
@@ -442,3 +401,68 @@ async def _no_page(request: web.Request) -> web.StreamResponse:
     refusal = answer(501, f"this coordinator was installed without {_PAGE}; install all of virtualflow to see the page")
     refusal.force_close()
     return refusal
+
+
+# --- the process: it listens, says where, and ends on a signal when its job lets it -----------------------------------
+
+
+async def serve(
+    *,
+    host: str,
+    port: int,
+    token: str,
+    wanted: int,
+    minimum: int,
+    settings: CoordinatorSettings,
+    ready_file: Path | None,
+) -> int:
+    """Serve one job until SIGTERM or SIGINT; the exit code.
+
+    SIGTERM while the job stops lets it stop first (``stop_grace``); a second one, or SIGINT, ends it at once.
+
+    Args:
+        port: the port to listen on; 0 takes a free one.
+        token: what every request must bear.
+        wanted: how many workers the job is to start with.
+        minimum: with fewer ready workers nothing begins.
+        ready_file: where to write ``http://host:port`` once it listens.
+    """
+    coordinator = CoordinatorServer(token, wanted, settings, minimum)
+    runner = web.AppRunner(coordinator.application(), access_log=None, logger=seldom, shutdown_timeout=settings.goodbye)
+    await runner.setup()
+    assert runner.server is not None
+    listening: asyncio.Server | None = None
+    try:
+        try:
+            listening = await coordinator.door.open(runner.server, host, port)
+        except OSError as error:
+            what = (
+                "is taken by another program"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be used ({error.strerror})"
+            )
+            sys.stderr.write(f"virtualflow: port {port} of {host} {what}; choose another with --port\n")
+            return 1
+        bound = listening.sockets[0].getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{bound}"
+        logger.info("listening on %s", url)
+        if ready_file is not None:
+            write_whole(ready_file, f"{url}\n".encode())
+        ended = asyncio.Event()
+
+        def end(number: signal.Signals) -> None:
+            if number == signal.SIGINT or ended.is_set():
+                coordinator.hurry()
+            ended.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+        await ended.wait()
+        await coordinator.finish_stop()
+        return 0
+    finally:
+        if listening is not None:
+            listening.close()
+        await coordinator.close()
+        await runner.cleanup()

@@ -80,16 +80,13 @@ def _bundled(generation: Generation, items: Iterable[tuple[str, bytes]]) -> Iter
 
 @dataclass
 class JobState:
-    """The state of one job; times are seconds of one monotonic clock."""
+    """The state of one job; times are seconds of one monotonic clock. What ``Cluster`` has too is described there."""
 
     incarnation: int
     wanted: int
-    """How many workers the job is to have."""
     settings: MembershipSettings
     waiting_since: float
-    """Since when the job waits for its first workers."""
     minimum: int = 1
-    """With fewer ready workers nothing begins."""
     wanted_reason: str = ""
     """Why so many, in words of whoever decides that."""
     run: int = 1
@@ -101,39 +98,29 @@ class JobState:
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
     classes: tuple[PassClass, ...] = ()
-    """Of equally large parts of all virtual nodes, how far their backward passes go; none: all are whole."""
     roster: Roster = field(default_factory=Roster)
     history: History = field(default_factory=History)
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
 
     running: m.Plan | None = None
-    """The newest generation that a worker has entered."""
     running_since: float = 0.0
     proposed: m.Plan | None = None
-    """The newest generation, while nobody has entered it."""
     proposed_at: float = 0.0
     prepared: set[str] = field(default_factory=set)
-    """Members of the proposed generation that have its communicator."""
     plans: deque[m.Plan] = field(default_factory=lambda: deque(maxlen=KNOWN_GENERATIONS))
     """The latest that this coordinator has made or heard of."""
     withdrawn: deque[m.Generation] = field(default_factory=lambda: deque(maxlen=KNOWN_GENERATIONS))
     """The latest that were proposed and that nobody may enter any more."""
     broken: dict[m.Generation, float] = field(default_factory=dict)
-    """Since when a collective of a generation is reported broken."""
     contested: dict[m.Generation, m.Plan] = field(default_factory=dict)
     """Generations that some worker knows, and without a majority of which another could not count."""
     settled: m.Generation = m.NO_GENERATION
-    """The newest of which a step is complete."""
     counter: int = 0
     """The highest that any generation bears."""
     rebuilds: int = 0
-    """Communicators rebuilt in a row over unchanged members without a step in between."""
     failures_counted: m.Generation = m.NO_GENERATION
-    """The newest that could not be built and whose members have had that counted against them."""
     trained: bool = False
-    """A generation has run."""
     excused_at: float = float("-inf")
-    """When this coordinator last ran again, or heard of its workers again, and did not before."""
     ticket: int | None = None
     """While it is set, nothing begins without a predecessor: a word that bears it is needed (``BeginCall``)."""
     next_ticket: int | None = None
@@ -144,7 +131,6 @@ class JobState:
     hold: int | None = None
     """No step after this one may start, counted over all runs of the script."""
     stop: str | None = None
-    """Why the job is to stop."""
     failed: bool = False
     told_done: bool = False
     reason: str = ""
@@ -153,7 +139,6 @@ class JobState:
     copy_limit: int = 0
     """Bytes of the largest copy of a training's state that this coordinator keeps."""
     memory_copy: MemoryCopyState | None = None
-    """The one that it has."""
 
     record_interval: float = 0.0
     """Seconds between two records that workers fetch for coordinators to come; 0: none is kept."""

@@ -11,7 +11,6 @@ from typing import get_args
 
 from msgspec import structs
 
-from virtualflow.coordinator.absence import note_return
 from virtualflow.coordinator.admission import fault_in_plan
 from virtualflow.coordinator.generations import (
     confirm_end,
@@ -19,6 +18,7 @@ from virtualflow.coordinator.generations import (
     declare_those_left_behind_lost,
     learn,
     mark_draining,
+    note_return,
 )
 from virtualflow.coordinator.hangs import describe, least_delay
 from virtualflow.coordinator.settings import KNOWN_GENERATIONS

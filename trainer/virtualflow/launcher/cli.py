@@ -144,7 +144,7 @@ def _profile(arguments: argparse.Namespace, _: LauncherSettings) -> int:
 
 
 def _explain(arguments: argparse.Namespace, _: LauncherSettings) -> int:
-    from virtualflow.launcher.explain import explain
+    from virtualflow.launcher.profile import explain
 
     return explain(arguments)
 

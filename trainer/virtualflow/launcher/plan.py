@@ -324,7 +324,6 @@ def _named(what: str, row: int, name: str) -> dict[str, Any]:
 # What ``virtualflow plan`` says, for people. Pure.
 
 _SIGNS = {"forward": "f", "recompute": "r", "backward": "b", "swap-out": "o", "swap-in": "i"}
-_MIXED = "+"
 
 
 def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], settings: LauncherSettings) -> str:

@@ -7,13 +7,15 @@ A file holds the address of the job's coordinator and its token, so the director
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+
+import msgspec
 
 from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
@@ -33,9 +35,7 @@ class RunningJob:
     pid: int
     """The runner."""
     born: int
-    """When the runner's process began, in clock ticks since boot: a pid alone may be somebody else's by
-    now.
-    """
+    """When the runner's process began, in clock ticks since boot: a pid alone may be somebody else's by now."""
 
 
 def directory() -> Path:
@@ -92,17 +92,13 @@ def claim(name: str | None, suggestion: str) -> RunningJob:
             raise ConfigurationError(f"a job called {name!r} is running already; choose another --name or end that one")
         return job
     base = re.sub(r"[^A-Za-z0-9._-]+", "-", suggestion).strip("._-")[:80] or "job"
-    number = 1
-    while True:
-        job = _try_claim(base if number == 1 else f"{base}-{number}")
-        if job is not None:
-            return job
-        number += 1
+    names = (base if number == 1 else f"{base}-{number}" for number in count(1))
+    return next(filter(None, map(_try_claim, names)))
 
 
 def publish(job: RunningJob) -> None:
     """Say where the job's coordinator is; replaces what was said before as a whole."""
-    write_whole(_path(job.name), json.dumps(asdict(job)).encode(), PRIVATE)
+    write_whole(_path(job.name), msgspec.json.encode(job), PRIVATE)
 
 
 def release(job: RunningJob) -> None:
@@ -151,7 +147,7 @@ def _try_claim(name: str) -> RunningJob | None:
     path = _path(name)
     for _ in range(2):
         try:
-            create_whole(path, json.dumps(asdict(job)).encode(), PRIVATE)
+            create_whole(path, msgspec.json.encode(job), PRIVATE)
         except FileExistsError:
             present = _read(path)
             if present is not None and _lives(present):
@@ -164,17 +160,9 @@ def _try_claim(name: str) -> RunningJob | None:
 
 def _read(path: Path) -> RunningJob | None:
     try:
-        content = json.loads(read_regular(path, _LARGEST))
-        job = RunningJob(
-            str(content["name"]),
-            str(content["url"]),
-            str(content["token"]),
-            int(content["pid"]),
-            int(content["born"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return msgspec.json.decode(read_regular(path, _LARGEST), type=RunningJob)
+    except (OSError, ValueError, RecursionError):
         return None
-    return job
 
 
 def _lives(job: RunningJob) -> bool:

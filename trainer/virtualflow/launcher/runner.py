@@ -31,9 +31,8 @@ from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
 from virtualflow.launcher.usage import complain
-from virtualflow.launcher.worker_starter import WorkerCommand
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable, mentions
-from virtualflow.launcher.workforce import Workforce
+from virtualflow.launcher.workforce import WorkerCommand, Workforce
 from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.job_view import describe_change

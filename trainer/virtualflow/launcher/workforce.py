@@ -1,23 +1,38 @@
-"""Keeps the worker processes of a running job as they should be, and moves them towards its end."""
+"""Starts the worker processes of a local job, keeps them as they should be, and moves them towards its end."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+from virtualflow.launcher.coordinator_process import HOST
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.log_relay import last_traceback
 from virtualflow.launcher.report import JobHistory
-from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT, LauncherSettings
 from virtualflow.launcher.shutdown import Shutdown, end_signals
-from virtualflow.launcher.supervisor import Supervisor, describe_exit
-from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
-from virtualflow.launcher.worker_table import WorkerProcess
+from virtualflow.launcher.supervisor import Stream, Supervisor, describe_exit
+from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.protocol.crashes import Crashes, CrashWaits
 from virtualflow.protocol.http_api import BeginCall, DrainCall, GoneCall, LivingWorker
 from virtualflow.protocol.machine_faults import find_told_fault
-from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
+from virtualflow.protocol.settings import (
+    BACKOFF_LIMIT,
+    CUBLAS_WORKSPACE,
+    ENV_ADDRESS,
+    ENV_AUDIT_DIR,
+    ENV_COORDINATOR,
+    ENV_CUBLAS_WORKSPACE,
+    ENV_HASH_SEED,
+    ENV_TOKEN,
+    ENV_WORKER,
+    HASH_SEED,
+    STOP_GRACE,
+)
 from virtualflow.protocol.wording import counted
 
 
@@ -229,3 +244,63 @@ class AbsentEnds:
         """A worker has ended; how many times in a row it has."""
         self._ends[ordinal] = ends = self._ends.get(ordinal, 0) + 1
         return ends
+
+
+# --- starting worker processes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerCommand:
+    """What all workers of a job have in common."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Beyond this process's."""
+    coordinator: str
+    token: str
+    logs: Path
+    """The directory of their output."""
+    audit: Path | None
+    """The directory in which they note who processed which samples."""
+
+
+def start_worker(
+    what: WorkerCommand, supervisor: Supervisor, table: WorkerTable, sink: Callable[[WorkerProcess, Stream, str], None]
+) -> WorkerProcess:
+    """Start one more worker under the lowest name that is free, and enter it in the table.
+
+    Raises:
+        OSError: the program cannot be executed.
+    """
+    ordinal, number = table.free_ordinal(), len(table.workers)
+    name = f"worker-{ordinal}"
+    held: list[WorkerProcess] = []
+    process = supervisor.start(
+        name,
+        what.command,
+        worker_environment(what, name),
+        what.logs / f"{name}.log",
+        lambda stream, text: sink(held[0], stream, text),
+    )
+    worker = WorkerProcess(name, ordinal, number, process, process.pid)
+    held.append(worker)
+    table.workers.append(worker)
+    return worker
+
+
+def worker_environment(what: WorkerCommand, name: str) -> dict[str, str]:
+    environment = {
+        **ALLOCATOR_ENVIRONMENT,
+        ENV_HASH_SEED: str(HASH_SEED),
+        ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE,
+        **{key: value for key, value in os.environ.items() if key != ENV_AUDIT_DIR},
+        "PYTHONUNBUFFERED": "1",
+        **what.environment,
+        ENV_COORDINATOR: what.coordinator,
+        ENV_TOKEN: what.token,
+        ENV_WORKER: name,
+        ENV_ADDRESS: HOST,
+    }
+    if what.audit is not None:
+        environment[ENV_AUDIT_DIR] = str(what.audit)
+    return environment
