@@ -8,7 +8,6 @@ _REQUIREMENTS = ("kopf", "kubernetes", "prometheus_client")
 
 
 def main() -> int:
-    """Run the operator; the exit code."""
     prefer_own()
     try:
         from virtualflow_operator.controllers.watches import main as run

@@ -102,15 +102,12 @@ class Verify(ApiStruct, frozen=True):
 
 
 class JobSpec(ApiStruct, frozen=True, dict=True):
-    """``spec`` of a job."""
-
     worker_groups: Annotated[tuple[WorkerGroup, ...], msgspec.Meta(min_length=1)]
     virtual_nodes: int = VIRTUAL_NODES
     reproducibility: Reproducibility = "Bitwise"
     optimizer_placement: OptimizerPlacement | None = None
     """Fixed; ``None``: the script says."""
     backward: BackwardSpec | None = None
-    """Likewise."""
     replicas: int = WORKERS
     min_replicas: int = 1
     max_replicas: int | None = None
@@ -135,7 +132,6 @@ class JobSpec(ApiStruct, frozen=True, dict=True):
 
     @cached_property
     def most(self) -> int:
-        """The most workers that the job may have."""
         limits = [self.virtual_nodes]
         if self.max_replicas is not None:
             limits.append(self.max_replicas)
@@ -145,12 +141,10 @@ class JobSpec(ApiStruct, frozen=True, dict=True):
 
     @cached_property
     def least(self) -> int:
-        """The fewest workers with which the job trains."""
         return min(self.min_replicas, self.most)
 
     @cached_property
     def desired(self) -> int:
-        """How many workers the job is to have."""
         return max(min(self.replicas, self.most), self.least)
 
 
@@ -213,8 +207,6 @@ class WorkerShare(ApiStruct, frozen=True):
 
 
 class OfKind(ApiStruct, frozen=True):
-    """A job's workers on one kind of device."""
-
     kind: str
     workers: int
 
@@ -252,8 +244,6 @@ class Measured(ApiStruct, frozen=True):
 
 
 class LastChange(ApiStruct, frozen=True):
-    """The latest membership change."""
-
     before: int = msgspec.field(name="from")
     to: int
     cause: str
@@ -307,8 +297,6 @@ class EndedRun(ApiStruct, frozen=True):
 
 
 class JobStatus(ApiStruct, frozen=True):
-    """``status`` of a job."""
-
     phase: Phase = "Pending"
     conditions: tuple[Condition, ...] = ()
     observed_generation: int = 0
@@ -383,7 +371,6 @@ def read_status(status: Mapping[str, Any] | None) -> JobStatus:
 
 
 def write_status(status: JobStatus) -> dict[str, Any]:
-    """``status`` as JSON has it."""
     written: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(status))
     # What people and autoscalers look at is there from the beginning, also where it has its default.
     shown = {"phase": status.phase, "replicas": status.replicas, "readyReplicas": status.ready_replicas}

@@ -54,8 +54,6 @@ def format_time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker's container ended."""
-
     code: int
     reason: str
     message: str
@@ -64,8 +62,6 @@ class Exit:
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of a job."""
-
     name: str
     uid: str
     owner: str
@@ -100,7 +96,6 @@ class Pod:
     """What the scheduler says, if it finds no place."""
     unschedulable_since: float | None = None
     waiting: str = ""
-    """Why its container does not start."""
     preparing: bool = False
     """Whether an init container runs: that may take its time."""
     lacks_config: bool = False
@@ -111,7 +106,6 @@ class Pod:
 
     @property
     def finished(self) -> bool:
-        """Whether its worker has ended for good."""
         return self.phase in ("Succeeded", "Failed")
 
     @property
@@ -131,12 +125,10 @@ class Pod:
 
     @property
     def saw_the_end(self) -> bool:
-        """Whether it saw the end of the training."""
         return self.exit is not None and self.exit.last_word is not None and self.exit.last_word.kind == "done"
 
     @property
     def terminating(self) -> bool:
-        """Whether it is being deleted."""
         return self.deleting_at is not None
 
     @property
@@ -151,7 +143,6 @@ class Node:
 
     name: str
     gone: bool = False
-    """It does not exist any more."""
     ready: bool = True
     shutting_down: bool = False
     cordoned: bool = False
@@ -177,13 +168,10 @@ class Service:
     ordinal: int | None
     """The coordinator that it leads to."""
     owner: str = ""
-    """Uid of the job that controls it."""
 
 
 @dataclass(frozen=True)
 class CoordinatorLink:
-    """The operator's connection to a job's coordinator."""
-
     pod: str
     """Uid of the coordinator's pod."""
     connected: bool
@@ -202,8 +190,6 @@ class CoordinatorLink:
 
 @dataclass(frozen=True)
 class Job:
-    """A ``VirtualFlowJob``."""
-
     namespace: str
     name: str
     uid: str
@@ -211,7 +197,6 @@ class Job:
     spec: JobSpec
     status: JobStatus
     raw: Object
-    """The whole object."""
     faults: tuple[str, ...] = ()
     """Why nothing is done about it, in sentences: its ``spec`` cannot be read, or makes no sense."""
 
@@ -250,7 +235,6 @@ _STARTING = (None, "ContainerCreating", "PodInitializing")
 
 
 def read_pod(body: Object) -> Pod:
-    """Read a pod."""
     metadata, status = body["metadata"], body.get("status") or {}
     labels: Mapping[str, str] = metadata.get("labels") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
@@ -377,7 +361,6 @@ def _number(text: str | None) -> int:
 
 
 def read_node(body: Object) -> Node:
-    """Read a node."""
     spec, status = body.get("spec") or {}, body.get("status") or {}
     ready: Mapping[str, Any] = next((c for c in status.get("conditions") or [] if c.get("type") == "Ready"), {})
     taints = tuple(taint["key"] for taint in spec.get("taints") or [] if taint.get("effect") != "PreferNoSchedule")
@@ -393,7 +376,6 @@ def read_node(body: Object) -> Node:
 
 
 def read_service(body: Object) -> Service:
-    """Read the service before a coordinator."""
     spec = body.get("spec") or {}
     ordinal = (spec.get("selector") or {}).get(LABEL_ORDINAL)
     leads_to = int(ordinal) if ordinal and ordinal.isdigit() else None

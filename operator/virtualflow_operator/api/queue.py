@@ -55,7 +55,6 @@ class Selector(ApiStruct, frozen=True):
         return (*equal, *self.match_expressions)
 
     def selects(self, labels: Mapping[str, str]) -> bool:
-        """Whether it selects an object with these labels."""
         return all(requirement.met_by(labels) for requirement in self.requirements)
 
 
@@ -69,8 +68,6 @@ class Limit(ApiStruct, frozen=True):
 
 
 class KindSpec(ApiStruct, frozen=True):
-    """One kind of device in a queue."""
-
     name: str
     node_selector: Selector
     rating: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -89,8 +86,6 @@ class PackingSpec(ApiStruct, frozen=True):
 
 
 class QueueSpec(ApiStruct, frozen=True):
-    """``spec`` of a queue."""
-
     node_selector: Selector | None = None
     resource: str | None = None
     capacity: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -139,15 +134,11 @@ class KindStatus(ApiStruct, frozen=True):
 
 
 class JobCounts(ApiStruct, frozen=True, omit_defaults=False):
-    """Jobs in the queue."""
-
     running: int = 0
     waiting: int = 0
 
 
 class Given(ApiStruct, frozen=True):
-    """One job's part."""
-
     namespace: str
     name: str
     workers: int
@@ -167,8 +158,6 @@ class PastKind(ApiStruct, frozen=True):
 
 
 class QueueStatus(ApiStruct, frozen=True):
-    """``status`` of a queue."""
-
     conditions: tuple[Condition, ...] = ()
     observed_generation: int = 0
     capacity: CapacityStatus | None = None
@@ -190,8 +179,6 @@ class QueueStatus(ApiStruct, frozen=True):
 
 @dataclass(frozen=True)
 class Queue:
-    """A ``VirtualFlowQueue``."""
-
     name: str
     uid: str
     generation: int
@@ -217,7 +204,6 @@ def read_queue(body: Object) -> Queue:
 
 
 def write_queue_status(status: QueueStatus) -> dict[str, Any]:
-    """``status`` as JSON has it."""
     written: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(status))
     return written | {"jobs": {"running": status.jobs.running, "waiting": status.jobs.waiting}}
 

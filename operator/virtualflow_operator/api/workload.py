@@ -44,8 +44,6 @@ class PodSet:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What of a pod set was admitted."""
-
     count: int
     flavors: tuple[str, ...] = ()
     topology: bool = False
@@ -54,15 +52,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class WorkloadCondition:
-    """One condition of a Workload."""
-
     status: str
     reason: str = ""
     message: str = ""
 
     @property
     def true(self) -> bool:
-        """Whether it holds."""
         return self.status == "True"
 
 
@@ -71,8 +66,6 @@ _ABSENT = WorkloadCondition("Unknown")
 
 @dataclass(frozen=True)
 class Workload:
-    """A ``Workload`` of a job."""
-
     namespace: str
     name: str
     uid: str
@@ -156,7 +149,6 @@ def kueue_wishes(body: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def read_workload(body: Object) -> Workload:
-    """Read a Workload."""
     metadata, spec, status = body["metadata"], mapping(body.get("spec")), mapping(body.get("status"))
     annotations = mapping(metadata.get("annotations"))
     owners = mappings(metadata.get("ownerReferences"))

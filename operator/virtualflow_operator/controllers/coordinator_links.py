@@ -79,7 +79,6 @@ class _Line:
     pods: int = 0
     """The most worker pods that the job was seen to have."""
     kept: int = 0
-    """Size of the status that is kept."""
     flooding_since: float | None = None
     misbehaved: int = 0
     """How often in a row."""

@@ -211,8 +211,6 @@ def _labels(text: str) -> dict[str, str]:
 
 
 class Option(NamedTuple):
-    """A setting that the user may change."""
-
     name: str
     place: str
     """The field of :class:`OperatorSettings`, or of one of its groups after a dot."""

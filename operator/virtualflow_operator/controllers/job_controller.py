@@ -95,7 +95,6 @@ class _Memory:
     refusals: dict[str, CreationRefusal] = field(default_factory=lambda: {kind: CreationRefusal() for kind in _KINDS})
     """By what was refused: the service, the coordinator, workers."""
     events: dict[str, PodEvent] = field(default_factory=dict)
-    """Of pods that do not start, by uid."""
     lost_at: float | None = None
     """Since when (monotonic) a loss is known that nobody has recovered from."""
     worker_seconds: WorkerSeconds | None = None
@@ -470,8 +469,6 @@ def sample(spec: JobSpec, status: JobStatus, wanted: int, counted: WorkerSeconds
 
 
 class JobCleanup:
-    """Ends the pods of deleted jobs."""
-
     def __init__(self, api: KubeApi, store: Store, links: CoordinatorLinks, settings: OperatorSettings) -> None:
         self._api, self._store, self._links, self._settings = api, store, links, settings
 

@@ -72,8 +72,6 @@ class CreationRefusal:
 
 
 class Provisioner:
-    """Makes objects of jobs."""
-
     def __init__(self, api: KubeApi, store: Store, metrics: Metrics, key: bytes, settings: OperatorSettings) -> None:
         self._api, self._store, self._metrics = api, store, metrics
         self._key, self._settings = key, settings

@@ -131,7 +131,6 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """End what runs and give the lease back."""
     manager: Manager | None = memo.get("manager")
     if manager is not None:
         await manager.stop()

@@ -39,8 +39,6 @@ class CreateService:
 
 @dataclass(frozen=True)
 class PointService:
-    """Lead the coordinator's Service to another pod."""
-
     name: str
     selector: dict[str, str]
 
@@ -138,7 +136,6 @@ class Draft:
         self.wakes: list[float] = []
         self._job = job
         self._doomed: set[str] = set()
-        """Uids of the pods that this decision deletes."""
 
     def amend(self, **changes: Any) -> None:
         self.status = msgspec.structs.replace(self.status, **changes)

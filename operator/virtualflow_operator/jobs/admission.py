@@ -120,7 +120,6 @@ class Admission:
     """Who admits a job: nobody, so it runs at once with what its user wants, as long as each worker is worth it."""
 
     def admit(self, job: Job, *, sound: bool, now: float) -> Admitted:
-        """Say what a job may have."""
         if not job.spec.elasticity.min_efficiency:
             return Admitted(job)
         return _as_far_as_efficient(job)

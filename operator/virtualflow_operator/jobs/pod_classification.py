@@ -63,8 +63,6 @@ _SOON = 30.0
 
 @dataclass(frozen=True)
 class Disruption:
-    """A worker will be lost, or is."""
-
     kind: Literal["now", "planned", "lost"]
     """``now``: relieve it at once; ``planned``: replace it first; ``lost``: it does not train any more."""
     reason: str
@@ -189,7 +187,6 @@ class PodClassification:
     """Names that are taken, also by pods of a namesake that is being deleted."""
 
     def of(self, *fates: Fate) -> list[ClassifiedPod]:
-        """Workers with one of these fates."""
         return [worker for worker in self.workers if worker.fate in fates]
 
 

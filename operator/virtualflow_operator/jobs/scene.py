@@ -43,7 +43,6 @@ class PodEvent:
 class Scene:
     job: Job
     pods: tuple[Pod, ...] = ()
-    """All that bear the job's label."""
     former: tuple[Pod, ...] = ()
     """Those that had ended when they were deleted, as they were last seen."""
     service: Service | None = None
@@ -56,7 +55,6 @@ class Scene:
     trouble: str = ""
     """What the API server refused the last time, in words."""
     events: Mapping[str, PodEvent] = field(default_factory=dict)
-    """Of pods that do not start, by uid."""
     admission: Admission = AT_ONCE
     """Who says how many workers it may have."""
 

@@ -36,7 +36,6 @@ _OF_OBJECTS = frozenset(
 )
 """Fields of metadata that each kind has, and that a template says in vain."""
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
-"""The taint of a cordoned node."""
 
 
 def delete_former_attempts(facts: JobFacts, draft: Draft) -> None:

@@ -201,7 +201,6 @@ class Store:
         return key if before != after else None
 
     def remove_pod(self, namespace: str, name: str, uid: str = "") -> Key | None:
-        """Forget a pod; the job that it concerned."""
         known = self.pods.entries.get((namespace, name))
         if known is None or not self.pods.remove(namespace, name, uid):
             if uid:
@@ -273,7 +272,6 @@ class Store:
         return set().union(*(self._jobs_on.pop(name, set()) for name in names))
 
     def forget_job(self, key: Key) -> None:
-        """Nothing of that job is left."""
         self._former.pop(key, None)
         self._lost_at.pop(key, None)
         for keys in self._jobs_on.values():

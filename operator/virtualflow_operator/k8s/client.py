@@ -94,7 +94,6 @@ _ERRORS: dict[int, type[ApiError]] = {
 
 
 def unanswered(error: Exception, seconds: float | None) -> Unavailable:
-    """Return what a failed connection means."""
     if isinstance(error, TimeoutError):
         return Unavailable(0, "Timeout", f"The API server did not answer within {seconds:g} s.")
     return Unavailable(0, type(error).__name__, f"The API server cannot be reached: {error}")

@@ -171,7 +171,6 @@ class Following(Generic[V]):
         self._cache.entries.clear()
 
     def take(self, body: Object) -> None:
-        """An object was made or changed."""
         place = (body["metadata"].get("namespace") or "", body["metadata"]["name"])
         before = self._at(place)
         self._cache.put(body)
@@ -179,7 +178,6 @@ class Following(Generic[V]):
             self.note([(before, self._at(place))])
 
     def lose(self, namespace: str, name: str, uid: str) -> None:
-        """An object is gone, or counts no longer."""
         before = self._at((namespace, name))
         if self._cache.remove(namespace, name, uid):
             self.note([(before, None)])
@@ -324,7 +322,6 @@ class WorkloadWatch(Following[Workload]):
         self._barred = ""
 
     def of(self, key: Key) -> tuple[Workload, ...]:
-        """The Workloads of a job."""
         return tuple(sorted(self._of_jobs.get(key, {}).values(), key=lambda workload: workload.name))
 
     def note(self, changes: Sequence[tuple[Workload | None, Workload | None]]) -> None:

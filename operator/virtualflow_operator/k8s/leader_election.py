@@ -140,7 +140,6 @@ def leave_at_once(reason: str) -> NoReturn:
 
 
 def leave_the_lease(reason: str) -> NoReturn:
-    """The lease is lost: end this process."""
     leave_at_once(f"lost the lease: {reason}")
 
 
@@ -240,7 +239,6 @@ class Elector:
                 self._on_lost(reason)
 
     async def _renew_until_lost(self) -> str:
-        """Return why the lease is lost."""
         pause = self._renewed + self._jittered(self._settings.renew_interval) - self._clock()
         while True:
             await asyncio.sleep(max(0.0, min(pause, self._left())))

@@ -53,7 +53,6 @@ class KueueAdmission(Admission):
     otherwise: Admission = AT_ONCE
 
     def admit(self, job: Job, *, sound: bool, now: float) -> Admitted:
-        """Say what Kueue lets the job have."""
         asked = self.otherwise.admit(job, sound=sound, now=now)
         kueue = self.kueue
         if not follows_kueue(job, kueue):
@@ -80,8 +79,6 @@ class KueueAdmission(Admission):
 
 @dataclass(frozen=True)
 class KueuePlacement(Placement):
-    """What Kueue requires of a job's pods."""
-
     additions: Mapping[str, PodAdditions]
     """By worker group, and under ``coordinator``."""
 

@@ -65,7 +65,6 @@ def ask_for(job: Job, counts: Mapping[str, int], *, elastic: bool) -> dict[str, 
 
 
 def write_pod_sets(job: Job, sets: Mapping[str, PodSet], settings: OperatorSettings) -> list[Object]:
-    """``spec.podSets`` of a Workload."""
     templates = {COORDINATOR: manifests.coordinator_pod(job, 0, settings)}
     for group in job.spec.worker_groups:
         templates[group.name] = manifests.worker_pod(job, group, 0, "127.0.0.1", settings)

@@ -124,8 +124,6 @@ _PATIENT = ("Preempted", "NodeFailures")
 
 @dataclass(frozen=True)
 class CreateWorkload(AdmissionAction):
-    """Ask Kueue for quota."""
-
     manifest: Object
 
 
@@ -146,8 +144,6 @@ class DeleteWorkload(AdmissionAction):
 
 @dataclass(frozen=True)
 class QuotaRequest:
-    """A job's dealings with Kueue at one moment."""
-
     job: Job
     """As its user has it."""
     asked: Job

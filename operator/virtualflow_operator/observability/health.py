@@ -95,7 +95,6 @@ class HealthServer:
         await self.close()
 
     async def close(self) -> None:
-        """Close both ports."""
         while self._runners:
             await self._runners.pop().cleanup()
 

@@ -181,22 +181,17 @@ class Metrics:
         self._request_seconds.labels(method).observe(seconds)
 
     def coordinator_call(self, call: str, outcome: str) -> None:
-        """Count a call to a coordinator."""
         self._calls.labels(call, outcome).inc()
 
     def exposition(self) -> bytes:
-        """Return everything in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
 class _Jobs(Collector):
-    """What follows from the jobs."""
-
     def __init__(self, samples: Mapping[tuple[str, str], JobSample], single: bool) -> None:
         self._samples, self._single = samples, single
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Compute all of it at this moment."""
         samples = list(self._samples.items())
         phases = GaugeMetricFamily("virtualflow_jobs", "Jobs, by phase.", labels=("phase",))
         for phase, count in (dict.fromkeys(PHASES, 0) | Tally(sample.phase for _, sample in samples)).items():
@@ -239,7 +234,6 @@ class _Queues(Collector):
         self._samples = samples
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Compute all of them at this moment."""
         samples = sorted(self._samples.items())
         for measure, text in _OF_A_QUEUE.items():
             family = GaugeMetricFamily(f"virtualflow_shared_{measure}", text, labels=("queue",))

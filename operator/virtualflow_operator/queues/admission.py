@@ -36,8 +36,6 @@ from virtualflow_operator.queues.worker_pods import choose_grounds, confine, lod
 
 @dataclass(frozen=True)
 class QueueAdmission(Admission):
-    """What its queue has decided about one job."""
-
     grant: Grant | None = None
     """The latest decision, if this operator has made one."""
     queue: QueueSpec | None = None
@@ -78,8 +76,6 @@ class QueueAdmission(Admission):
 
 @dataclass(frozen=True)
 class QueuePlacement(Placement):
-    """Where a queue has its job's workers run."""
-
     by: QueueAdmission
     kinds: Mapping[str, int]
     """Workers that the job is to have of each kind of device, its own kind first; empty: that is not decided."""

@@ -102,7 +102,6 @@ class QueueCapacity:
     unfit: Mapping[str, str] = field(default_factory=dict)
     """Why some of these do not count."""
     unsorted: tuple[str, ...] = ()
-    """Those of no kind."""
 
     @property
     def on_demand(self) -> int:

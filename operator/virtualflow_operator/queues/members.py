@@ -28,7 +28,6 @@ class Grant:
     since: float = 0.0
     """When the job began to run, or to wait; Unix seconds, whole ones, as its status has them."""
     resized: float = 0.0
-    """When its number of workers last changed."""
     waited: float = 0.0
     """Seconds of the wait that ended when it began to run."""
     kind: str = ""

@@ -123,8 +123,6 @@ class Hindrance:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a queue gives out nothing."""
-
     code: str
     """The reason of its condition ``Ready``."""
     sentence: str

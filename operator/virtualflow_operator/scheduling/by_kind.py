@@ -73,7 +73,6 @@ class KnownCurves:
 
 
 def know(demands: Iterable[KindDemand], kinds: Mapping[str, DeviceKind]) -> dict[str, KnownCurves]:
-    """What is known of each job, by name."""
     demands = list(demands)
     sober, guessed = _ratings(demands, kinds)
     hopeful = {kind: rating * (_OPTIMISM if kind in guessed else 1.0) for kind, rating in sober.items()}

@@ -136,8 +136,6 @@ def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
 
 @dataclass(frozen=True)
 class Demand:
-    """One job as a policy sees it."""
-
     name: str
     """Unique: ``namespace/name``."""
     namespace: str
@@ -211,8 +209,6 @@ class Demand:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Units that the jobs share."""
-
     on_demand: int
     spot: int = 0
     """Units that may be withdrawn at any time."""

@@ -50,8 +50,6 @@ class DeviceKind:
 
 @dataclass(frozen=True)
 class KindDemand:
-    """One job in a queue with kinds."""
-
     job: Demand
     """What every policy sees of it. ``allocated`` counts the workers at home; its curve is replaced by that of the
     kind."""

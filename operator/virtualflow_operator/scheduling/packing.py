@@ -104,8 +104,6 @@ def share(jobs: Sequence[Phases]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Seat:
-    """A lodger's place."""
-
     host: str
     workers: int
     reason: str
@@ -114,8 +112,6 @@ class Seat:
 
 @dataclass(frozen=True)
 class Packing:
-    """Who shares devices with whom."""
-
     seats: Mapping[str, Seat]
     """Of lodgers."""
     slowdowns: Mapping[str, float]

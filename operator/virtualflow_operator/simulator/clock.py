@@ -43,7 +43,6 @@ class Clock:
         self._wake = math.inf
 
     def push(self, time: float, kind: Occasion, subject: str = "", plan: int = 0) -> None:
-        """Have something happen then."""
         self._serial += 1
         heapq.heappush(self._queue, (time, self._serial, kind, subject, plan))
 
@@ -82,8 +81,6 @@ class Clock:
 
 @dataclass(kw_only=True)
 class JobBooks(ABC):
-    """How a job fares."""
-
     job: JobEvent
     done: float = 0.0
     """Steps, at ``synced``."""

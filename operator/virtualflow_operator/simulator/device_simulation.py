@@ -40,8 +40,6 @@ from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, 
 
 
 class Decider(Protocol):
-    """What a simulation asks."""
-
     def decide(
         self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
@@ -155,8 +153,6 @@ class Unaware:
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """How all fared, and what it cost."""
-
     result: Result
     spent: float
     """Price times units times seconds that jobs had, in the money of the trace."""

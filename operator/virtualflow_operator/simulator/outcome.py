@@ -14,8 +14,6 @@ from virtualflow_operator.simulator.trace import JobEvent
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one job fared."""
-
     job: JobEvent
     started: float | None
     """When it was first given workers; ``None``: never."""

@@ -55,8 +55,6 @@ COLUMNS = (
 
 
 class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="job"):
-    """A job comes."""
-
     time: float
     name: str
     steps: int
@@ -114,8 +112,6 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class NodeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="node"):
-    """Capacity joins."""
-
     time: float
     name: str
     units: int
@@ -126,8 +122,6 @@ class NodeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
 
 class GoneEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="gone"):
-    """Capacity leaves."""
-
     time: float
     name: str
 
@@ -144,7 +138,6 @@ class JobTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def jobs(self) -> tuple[JobEvent, ...]:
-        """The jobs, by arrival."""
         return tuple(event for event in self.events if isinstance(event, JobEvent))
 
     @property
@@ -295,7 +288,6 @@ _CELLS = {
 
 
 def _event(row: Mapping[str, str]) -> Event:
-    """The event of a row."""
     event = row.get("event", "")
     kind = _KINDS.get(event)
     if kind is None:

@@ -68,7 +68,6 @@ def predicted_computing(cluster: Cluster) -> float | None:
 
 
 def _members(cluster: Cluster) -> list[Worker]:
-    """Of the running generation."""
     return [cluster.workers[member.incarnation] for member in cluster.running.members] if cluster.running else []
 
 

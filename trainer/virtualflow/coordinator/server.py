@@ -219,7 +219,6 @@ class CoordinatorServer:
             logger.warning("the job has not stopped within %g s; ending all the same", self._settings.stop_grace)
 
     def hurry(self) -> None:
-        """Stay no longer for a stop."""
         self._hurried = True
         self._stopped.set()
 
@@ -356,7 +355,6 @@ class CoordinatorServer:
         await self._answer(socket, m.Refuse(refusal))
 
     async def _answer(self, socket: web.WebSocketResponse, message: m.ToWorker) -> None:
-        """Tell a process that is not admitted why."""
         with contextlib.suppress(ConnectionError):
             await socket.send_bytes(framing.pack(message))
 

@@ -158,7 +158,6 @@ class JobState:
 
     @property
     def phase(self) -> http_api.Phase:
-        """What the job is doing."""
         if self.failed:
             return "failed"
         members = self.running.members if self.running is not None else ()

@@ -35,7 +35,6 @@ class Watchers:
         self._closing = False
 
     def notice(self) -> None:
-        """Something may have happened in the job."""
         version, news = self._seen
         self._seen = (self._job.version, self._job.news)
         if self._job.version != version:
@@ -119,7 +118,6 @@ class Watchers:
 
 
 def answer(code: int, sentence: str) -> web.Response:
-    """The answer to a call: one sentence."""
     return web.Response(status=code, body=m.encode(http_api.Answer(sentence)), content_type="application/json")
 
 

@@ -117,8 +117,6 @@ def check(arguments: Namespace, settings: LauncherSettings) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one trial."""
-
     trial: Trial
     difference: Difference | None = None
     failed: TrialFailed | None = None
@@ -167,14 +165,11 @@ class ScriptCheck:
         self._free = self._cores
         self._freed = asyncio.Condition()
         self._width = 0
-        """Of the first column."""
         self._made = 0
-        """Runs that are over."""
         self._warnings: list[str] = []
         """What the workers of the first one have warned of."""
 
     async def run(self) -> int:
-        """All trials; the exit code."""
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -52,11 +52,9 @@ class PlainConsole:
         _write(stream, text)
 
     def event(self, text: str) -> None:
-        """One line with the time since the start."""
         _write("stderr", f"[virtualflow {time.monotonic() - self._started:7.2f} s] {text}")
 
     def update(self, snapshot: Snapshot) -> None:
-        """A line about the progress, now and then."""
         status, now = snapshot.status, time.monotonic()
         if (
             status is None
@@ -138,7 +136,6 @@ class LiveConsole:
             self._live.update(self._draw(snapshot), refresh=True)
 
     def close(self) -> None:
-        """Leave the last picture standing."""
         if self._closed:
             return
         self._closed = True

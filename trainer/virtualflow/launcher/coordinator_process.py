@@ -93,7 +93,6 @@ class CoordinatorProcess:
         process.signal_group(signal.SIGKILL)
 
     def kill(self) -> None:
-        """SIGKILL it, as a fault."""
         if self.process is not None:
             self.process.signal_group(signal.SIGKILL)
 

@@ -113,7 +113,6 @@ class FaultInjector:
             )
 
     def _inject(self, action: Action, now: float) -> str:
-        """Do it; what was done."""
         control = self._control
         serving = control.table.serving()
         match action:

@@ -24,12 +24,10 @@ class JobControl:
     calls: CoordinatorCalls
     relay: LogRelay
     tell: Callable[[str], None]
-    """Shows a person what happens."""
     patience: float
     """Seconds for which the coordinator's status may still say another number of workers."""
 
     def scale(self, workers: int) -> None:
-        """Provide that many workers from now on."""
         now = time.monotonic()
         self.state.wanted = workers
         self.state.awaited = (workers, now + self.patience)
@@ -104,13 +102,10 @@ class CoordinatorCalls:
 
 @dataclass
 class RunState:
-    """The state of one job's runner."""
-
     wanted: int
     status: Status | None = None
     """The latest one of a living coordinator."""
     shutdown: Shutdown | None = None
-    """Set once the job is ending."""
     interrupts: int = 0
     """Signals that asked this process to end."""
     dead_coordinators: set[int] = field(default_factory=set)

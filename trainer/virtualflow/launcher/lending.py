@@ -25,7 +25,6 @@ class Device:
     waiting: list[Asked] = field(default_factory=list)
     """By arrival."""
     job: str | None = None
-    """Whose turn it is."""
     holders: set[int] = field(default_factory=set)
     """Its workers that compute."""
     _until: float = 0.0

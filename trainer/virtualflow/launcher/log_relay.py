@@ -43,7 +43,6 @@ class LogRelay:
         self._show, self._replay, self._grace, self._clock = show, replay, grace, clock
         self._sources: dict[object, _Source] = {}
         self.chosen: object | None = None
-        """Whose lines are shown."""
         self._shown: deque[str] = deque(maxlen=_REMEMBERED)
         self._said_before: set[str] = set()
         self._said_before_until = 0.0

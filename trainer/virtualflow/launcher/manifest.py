@@ -37,8 +37,6 @@ CONTAINER = "spec.workerGroups[0].template.spec.containers[0]"
 
 @dataclass(frozen=True)
 class JobManifest:
-    """What a manifest says about a job."""
-
     name: str | None
     virtual_nodes: int | None
     replicas: int | None

@@ -47,8 +47,6 @@ from virtualflow.protocol.wording import counted, parse_bytes
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A job to run on this machine."""
-
     name: str | None
     """Asked for by the user."""
     suggestion: str

@@ -56,8 +56,6 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """What fits on one type of device."""
-
     device: str
     batch: int
     budget: Budget
@@ -164,7 +162,6 @@ def _check_words(arguments: Namespace) -> None:
 
 
 def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> PlanAnswer:
-    """What ``virtualflow plan`` is asked for."""
     without = [profile for profile in profiles if profile.chain is None]
     if without and arguments.devices is None:
         raise ConfigurationError(
@@ -279,7 +276,6 @@ def _speeds(
 def fit_or_refuse(
     chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: LauncherSettings
 ) -> Fit:
-    """That number of virtual nodes, with a plan."""
     found = fit(chain, batch, virtual_nodes, budget, PlannerSettings())
     if found.plan is None:
         raise DoesNotFit(found.reason, found.smallest_bytes)

@@ -136,7 +136,6 @@ class Runner:
     # --- from start to end --------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Everything; the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt, number)

@@ -24,7 +24,6 @@ class Shutdown:
     since: float
     reason: str = ""
     signal: signal.Signals | None = None
-    """What stopped it."""
     traceback: str = ""
     witness: WorkerProcess | None = None
     """The worker whose traceback explains a failure."""
@@ -96,9 +95,7 @@ class JobOutcome:
 
     shutdown: Shutdown
     status: Status | None
-    """The last one."""
     seconds: float
-    """How long it took."""
     changes: Sequence[Change]
     last_checkpoint: Event | None
     checkpoint_dir: Path | None
@@ -125,7 +122,6 @@ class Conclusion:
 
 
 def conclude(facts: JobOutcome) -> Conclusion:
-    """Say how a job went."""
     shutdown = facts.shutdown
     match shutdown.kind:
         case "failed":

@@ -62,7 +62,6 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """It has not been seen to end."""
         return self.code is None
 
     def send(self, number: signal.Signals, pid: int | None = None) -> None:

@@ -23,8 +23,6 @@ _ENDS_OPTIONS = "cm"
 
 @dataclass(frozen=True)
 class TrainingProgram:
-    """A script or a module."""
-
     name: str
     """The path of the script, or the module's name with dots."""
     is_module: bool = False
@@ -43,7 +41,6 @@ class TrainingProgram:
         return " ".join(self.words)
 
     def check(self, environment: Mapping[str, str] = os.environ) -> None:
-        """Check that it is there."""
         if self.is_module:
             check_module(self.name, _users_places(environment))
         else:
@@ -70,7 +67,6 @@ def program_of(words: Sequence[str]) -> TrainingProgram | None:
 
 
 def check_script(script: Path) -> None:
-    """Check that a script can be read."""
     if script.is_dir():
         raise ConfigurationError(f"{script} is a directory; name the script itself")
     try:

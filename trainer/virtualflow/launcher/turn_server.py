@@ -78,8 +78,6 @@ def identify(connection: socket.socket) -> Peer:
 
 @dataclass
 class _Sharer:
-    """A connection."""
-
     number: int
     writer: asyncio.StreamWriter
     peer: str

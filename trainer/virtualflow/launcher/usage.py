@@ -100,7 +100,6 @@ class Number(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Check and store."""
         if not self._least <= values <= self._most:
             given = f"{values:g}" if isinstance(values, float) else str(values)
             raise ConfigurationError(f"{option_string or self.metavar} {given}: {self._must}")

@@ -28,7 +28,6 @@ class WorkerProcess:
     unlisted_at: float = 0.0
     state: str = ""
     assigned: bool = False
-    """Virtual nodes are assigned to it."""
     leads: bool = False
     """Virtual node 0 is one of them."""
     served: bool = False
@@ -41,9 +40,7 @@ class WorkerProcess:
     stopped: bool = False
     """By SIGSTOP: it hangs."""
     terminated: bool = False
-    """It was sent SIGTERM because the job stops."""
     declared_lost: bool = False
-    """The coordinator has declared it lost."""
     refused: str | None = None
     """Why the coordinator has not admitted it, or that nothing fits into its memory, if so."""
     fault: str | None = None
@@ -57,7 +54,6 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Its process has not ended."""
         return self.process.alive
 
     @property
@@ -85,8 +81,6 @@ def mentions(status: Status, worker: WorkerProcess) -> bool:
 
 @dataclass
 class WorkerTable:
-    """All worker processes that a job has had."""
-
     silence_limit: float
     workers: list[WorkerProcess] = field(default_factory=list)
     barred: set[int] = field(default_factory=set)
