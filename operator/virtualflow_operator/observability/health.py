@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol, Self
+from typing import Self
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
