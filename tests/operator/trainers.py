@@ -180,8 +180,6 @@ class Training:
         """How long a step takes, if that is measured."""
         self.step = 0
         self.plan: m.Plan | None = None
-        self.wavers = False
-        """Every other step's loss is not a number."""
         self.paused = False
         """No step is made: nothing happens."""
         self.finished = False
@@ -295,10 +293,8 @@ class Training:
             if plan is None or not plan.members or self.paused or self.finished or not self.complete(plan):
                 continue
             self.step += 1
-            loss: Metric = "NaN" if self.wavers and self.step % 2 else 1 / self.step
-            found = m.NonFinite("loss", "NaN", 1) if self.wavers else None
             progress = m.Progress(
-                plan.generation, self.step, 0, None, {"loss": loss}, 30.0, "training", self.step_ms, non_finite=found
+                plan.generation, self.step, 0, None, {"loss": 1 / self.step}, 30.0, "training", self.step_ms
             )
             self.members(plan)[0].say(progress)
 

@@ -254,7 +254,9 @@ def test_a_number_with_an_endless_name_is_refused_by_a_sentence(call: str) -> No
     def script() -> None:
         model = nn.Linear(3, 1)
         data = torch.utils.data.TensorDataset(torch.ones(4, 3))
-        with vf.elastic(model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=4, steps=1, virtual_nodes=2) as run:
+        with vf.elastic(
+            model, torch.optim.SGD(model.parameters(), 0.1), data, batch_size=4, steps=1, virtual_nodes=2
+        ) as run:
             for step in run:
                 for (x,) in step:
                     loss = model(x).sum()
