@@ -15,7 +15,6 @@ from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.versions import PROTOCOL
-from virtualflow.protocol.wording import Metric
 
 DIGEST = "d" * 64
 STEP_SECONDS = 0.03
