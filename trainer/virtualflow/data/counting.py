@@ -30,7 +30,6 @@ ALL = Count()
 
 
 def count_samples(samples: Any, data: Any, loaded: int) -> Count:
-    """Count what a ``collate_fn`` has made of samples."""
     if data is None or (isinstance(data, list | tuple | dict) and not data):
         return Count(kept=0)
     rows = _common_rows(data, loaded)
@@ -82,7 +81,6 @@ class CountWatch:
         """Whether no micro-batch had more rows than samples: else rows are something else."""
 
     def doubts(self, loaded: int, count: Count) -> str | None:
-        """What is to be told of a micro-batch of so many loaded samples, if anything is."""
         if count.missing:
             return f"the dataset gave {count.missing} of {loaded} samples as None"
         rows = count.rows

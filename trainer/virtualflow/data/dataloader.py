@@ -159,7 +159,6 @@ class Source(Protocol):
 
 
 def check_options(options: LoaderOptions) -> None:
-    """Refuse what a ``DataLoader`` would refuse later or less clearly."""
     known = LoaderOptions.__annotations__
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -189,7 +188,6 @@ def check_options(options: LoaderOptions) -> None:
 
 
 def collate_of(options: LoaderOptions) -> Collate:
-    """Return the ``collate_fn`` that a ``DataLoader`` with these options would use on a list of samples."""
     return options.get("collate_fn") or default_collate
 
 

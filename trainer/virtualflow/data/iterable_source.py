@@ -257,7 +257,6 @@ def fuse(batches: Sequence[MicroBatch]) -> MicroBatch:
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
-    """Concatenate nests as ``default_collate`` makes them: tensors with one row a sample, and lists of texts."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))

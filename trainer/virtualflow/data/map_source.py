@@ -126,7 +126,6 @@ class MicroBatches(Dataset[tuple[Task | Look | None, Any]]):
     def load(
         self, epoch: int, epoch_step: int, first: int, sizes: Sequence[int], indices: list[int]
     ) -> tuple[Any, Count]:
-        """What ``collate_fn`` makes of the samples at ``indices``: ``sizes`` of the virtual nodes from ``first`` on."""
         try:
             samples = self._samples(epoch, epoch_step, first, sizes, indices)
             if self._collate is default_collate:

@@ -86,12 +86,10 @@ def seed_virtual_node(seed: int, step: int, virtual_node: int) -> None:
 
 
 def seed_samples(seed: int, epoch: int, epoch_step: int, virtual_node: int) -> None:
-    """Seed this process for loading the samples of ``virtual_node`` in a step of ``epoch`` (map-style datasets)."""
     seed_process(_hash(b"s7:samples;i%d;i%d;i%d;i%d;" % (seed, epoch, epoch_step, virtual_node)))
 
 
 def seed_stream_sample(seed: int, epoch: int, virtual_node: int, ordinal: int) -> None:
-    """Seed this process for the ``ordinal``-th sample of ``virtual_node``'s stream in ``epoch``."""
     seed_process(_hash(b"s6:stream;i%d;i%d;i%d;i%d;" % (seed, epoch, virtual_node, ordinal)))
 
 

@@ -90,7 +90,6 @@ def status_bytes() -> dict[str, int]:
 
 
 def kilobytes(text: str) -> dict[str, int]:
-    """The lines ``name: number kB`` of a file of ``/proc``, in bytes."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -134,7 +133,6 @@ class MemoryGauge:
         return self._device.type == "cpu"
 
     def begin(self) -> None:
-        """What is used from now on is measured."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
@@ -143,7 +141,6 @@ class MemoryGauge:
             self._base = _reset_resident()
 
     def wait(self) -> None:
-        """Wait for the end of the work that the device has been given."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -130,7 +130,6 @@ def _check(dataset: Any) -> None:
 
 
 def _has_seed(generator: np.random.Generator) -> bool:
-    """Whether somebody has seeded it: else its seed has 128 random bits."""
     sequence: Any = generator.bit_generator.seed_seq
     return not isinstance(sequence.entropy, int) or sequence.entropy < 1 << 64
 

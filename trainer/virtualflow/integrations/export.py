@@ -165,7 +165,6 @@ def _appearing(output: Path) -> Iterator[Path]:
 
 
 def _write_safetensors(place: Path, tree: dict[str, Any], signature: Mapping[str, Any], _: argparse.Namespace) -> None:
-    """All names, so that ``model.load_state_dict(load_file(...))`` takes it."""
     state = model_state(tree, signature)
     apart = {name: state[name].clone() for name in signature.get("ties", {})}  # the format knows no ties
     save_file({name: tensor.contiguous() for name, tensor in (state | apart).items()}, place)

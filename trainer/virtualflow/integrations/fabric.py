@@ -173,7 +173,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         return _Loader(self, dataloader)
 
     def _tie(self, scheduler: Any) -> Any:
-        """Let a scheduler's ``step`` follow the steps that are made."""
         kind, loop = type(scheduler), self._loop
 
         def step(scheduler: Any, *arguments: Any, **options: Any) -> None:

@@ -115,7 +115,6 @@ class _Shards:
 
 
 def _index(stream: Stream, allow_unsafe_types: bool) -> list[Any]:
-    """The ``Reader`` of each file of a stream."""
     index = Path(stream.local, stream.split, get_index_basename())
     if index.exists() or not stream.remote:
         files = stream.get_shards(_ALONE, allow_unsafe_types)

@@ -305,7 +305,6 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
         self.control = handler.on_step_begin(self.args, self.state, self.control)
 
     def _compute(self, step: Step, inputs: Any) -> None:
-        """One micro-batch: the ``Trainer``'s own step, with a mean over its own items."""
         _, items = self.get_batch_samples(iter([inputs]), 1, self.args.device)
         if items is not None:
             step.weight(items)

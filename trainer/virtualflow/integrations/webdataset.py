@@ -129,8 +129,6 @@ class _Shards:
 
 
 class _Span(NamedTuple):
-    """Where the bytes of a member are."""
-
     offset: int
     size: int
 
@@ -180,7 +178,6 @@ class _Tar:
                     yield {"fname": name, "data": _Span(member.offset_data, member.size), **about}
 
     def read(self, position: int) -> dict[str, Any]:
-        """A sample with its bytes."""
         return {
             name: self._bytes(value) if isinstance(value, _Span) else value
             for name, value in self.samples[position].items()

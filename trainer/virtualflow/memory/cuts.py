@@ -175,7 +175,6 @@ class _Freed:
         self._seconds = [0.0, *accumulate(chain.again[block] for block in blocks)]
 
     def seconds(self, room: int) -> float:
-        """For what they keep to fit into these bytes."""
         missing = self._bytes[-1] - room
         if missing <= 0:
             return 0.0

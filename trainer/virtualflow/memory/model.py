@@ -186,7 +186,6 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes in use at a time."""
         return max(used for _, used in self.memory)
 
     def busy(self, resource: Resource) -> float:
@@ -211,5 +210,4 @@ class Plan:
     """In the order in which the device comes to them; anywhere else it waits for no copy out."""
 
     def count(self, action: Action) -> int:
-        """How many blocks are treated so."""
         return sum(block.action is action for block in self.blocks)

@@ -80,7 +80,6 @@ class Planner:
         return least + self._resident(budget)
 
     def keep_bytes(self, budget: Budget) -> int:
-        """The bytes of the device that are enough without any plan."""
         return least_capacity(self._chain, self._uniform(KEEP)) + self._resident(budget)
 
     # --- parts --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,6 @@ class Pool:
         self._sorted = self._in_order()
 
     def best(self, capacity: int, host: int) -> Found | None:
-        """The fastest choice within these bytes; ``None``: nothing fits."""
         return self._fastest(self._sorted, capacity, host)
 
     def least(self, host: int) -> int:
@@ -125,7 +124,6 @@ class Pool:
             between += [(low, slower, found), (middle, found, faster)]
 
     def _without_host(self, capacity: int) -> Iterator[_Choice]:
-        """Those that fit into these bytes of the device and none of the host."""
         return (choice for choice in self._choices.values() if choice.host == 0 and choice.least <= capacity)
 
     def _improve(self) -> None:
@@ -228,7 +226,6 @@ def _segmented(length: int, kept: frozenset[int], swapped: frozenset[int], most:
 
 
 def _spread(most: int, count: int) -> list[int]:
-    """Up to ``count`` + 1 numbers from 0 to ``most``, both among them."""
     return sorted({most * step // count for step in range(count + 1)})
 
 

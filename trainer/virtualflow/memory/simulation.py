@@ -224,7 +224,6 @@ class _Turn:
 
 
 def _forward(chain: ChainArrays, actions: Actions, capacity: int) -> _Turn | None:
-    """Compute forward, waiting for copies out where memory is short; ``None``: it is too short for that."""
     time, engine, used = 0.0, 0.0, chain.boundary[0]
     passing = Passing(chain, actions).forward
     turn = _Turn(0.0, [], [], [], 0, 0, 0)

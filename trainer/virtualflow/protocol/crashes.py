@@ -46,7 +46,6 @@ class Crashes:
         return any(self.last is None or time >= self.last for time in begun)
 
     def after(self, step: int, now: float, waits: CrashWaits, *, at_once: int) -> Crashes:
-        """Count a crash."""
         streak = self.streak + 1 if self.last is not None and now < self.last + waits.reset else 1
         count = self.count + 1 if step <= self.step else 1
         return Crashes(count, streak, step, now, now + wait_after(streak, waits, at_once=at_once))

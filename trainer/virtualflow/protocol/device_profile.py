@@ -164,7 +164,6 @@ def encode(profile: DeviceProfile) -> bytes:
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """Read a profile."""
     try:
         raw = read_regular(path, _LARGEST)
     except OSError as error:

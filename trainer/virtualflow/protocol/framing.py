@@ -26,7 +26,6 @@ def unpack_from_worker(data: bytes | str) -> FromWorker:
 
 
 def unpack_to_worker(data: bytes | str) -> ToWorker:
-    """What the coordinator has packed."""
     return to_worker.decode(countable(inflated(data)))
 
 

@@ -175,7 +175,6 @@ class ViewNow(Base, frozen=True, tag=False):
 
     @property
     def progress(self) -> str:
-        """Place and times in one line."""
         return ", ".join(filter(None, (self.place, self.times)))
 
 
@@ -294,7 +293,6 @@ def describe_pace(now: ViewNow) -> list[str]:
 
 
 def describe_status(name: str, view: JobView) -> str:
-    """What ``virtualflow status`` prints."""
     now, job = view.now, view.job
     lines = [f"{name}: {now.phase}, {now.progress}", job.reason, f"decided: {job.decided}" * bool(job.decided)]
     lines += [f"error: {job.error}" * bool(job.error), *(f"{name}: {value}" for name, value in now.metrics.items())]
@@ -351,14 +349,12 @@ def _repeated(changed: Status | Change | ChangeEntry) -> str:
 
 
 def _place(status: Status) -> str:
-    """Where the training is, or how it ended."""
     step, total = status.step, status.total_steps
     made = describe_end(step, total, status.stopped_early) if status.phase == "done" else describe_step(step, total)
     return ", ".join([*([f"run {status.run}"] if status.run > 1 else []), made, f"epoch {status.epoch}"])
 
 
 def _times(status: Status, now: float, speed: float) -> str:
-    """How long the training took so far, and will."""
     over, parts = status.phase in ENDED, []
     if status.began is not None:
         ends = (event.time for event in reversed(status.events) if event.kind in ("done", "failed", "stop"))

@@ -89,7 +89,6 @@ class TerminationMessageWriter:
         self._write_bytes(b"")
 
     def done(self, result: m.Done, total_steps: int | None) -> None:
-        """The training is complete, or its script has ended it."""
         self._write(
             TerminationMessage(
                 "done",
@@ -200,8 +199,6 @@ def encode_termination_message(message: TerminationMessage) -> bytes:
 
 
 def _fit(message: TerminationMessage, length: int, part: Callable[[int], dict[str, Any]]) -> TerminationMessage:
-    """``message`` with as much of a part, ``length`` long, as there is room for; ``part`` is so much of it."""
-
     def size(n: int) -> int:
         return len(m.encode(msgspec.structs.replace(message, **part(n))))
 

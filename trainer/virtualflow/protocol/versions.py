@@ -106,7 +106,6 @@ def negotiate(one: Party, other: Party) -> int | None:
 
 
 def explain_mismatch(one: Party, other: Party) -> str | None:
-    """Why two parties cannot talk and what to do, in one sentence; ``None``: they can."""
     if negotiate(one, other) is not None:
         return None
     older, newer = sorted((one, other), key=lambda party: party.newest)

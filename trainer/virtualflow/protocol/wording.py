@@ -146,7 +146,6 @@ def not_finite(value: float) -> NotFinite | None:
 
 
 def as_metrics(values: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The first ``MAX_METRICS`` of ``values``, as they travel."""
     return {name: not_finite(float(value)) or value for name, value in islice(values.items(), MAX_METRICS)}
 
 

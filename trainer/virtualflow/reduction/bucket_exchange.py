@@ -116,7 +116,6 @@ def plan_delivery(
 
 
 def most_delivered(bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]]) -> int:
-    """Bytes of the bucket's sums that come to the member who needs most of them."""
     needed: Counter[int] = Counter()
     for place in bucket.places:
         needed.update(dict.fromkeys(needed_by[place], templates[place].numel()))
@@ -289,7 +288,6 @@ class SlicedExchange(BucketExchange):
         return self._sums_of_all(self._incoming.view(-1))
 
     def _add(self, out: Tensor | None) -> Tensor:
-        """The sums of the own piece, in ``out`` if that is given."""
         rank, rows = self._collectives.rank, self._incoming_rows()
         rows[rank].copy_(self._pieces()[rank])
         arrived = {
@@ -329,7 +327,6 @@ class DeliveredExchange(SlicedExchange):
         """The tensors that this worker needs, one behind the other."""
 
     def add_and_return(self) -> Pending:
-        """The sums of the own piece, each to its owners."""
         reduced, rank = self._add(None), self._collectives.rank
         targets = torch.split(self._delivered, list(self._delivery.inward))
         packed = [[reduced[begin:end] for begin, end in stretches] for stretches in self._delivery.outward]

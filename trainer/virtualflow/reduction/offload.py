@@ -116,7 +116,6 @@ class Fetch:
         self._look_ahead()
 
     def take(self, tensors: Sum, place: int) -> Tensor | None:
-        """The tensor at a place of a sum, on the device; it leaves the sum."""
         tensor, tensors[place] = tensors[place], None
         if tensor is None or id(tensors) not in self._moved or place not in self._moved[id(tensors)][1]:
             return tensor

@@ -103,7 +103,6 @@ class Overlap:
         self._watched, self.steady, self._all_steady = False, True, True
 
     def abandon(self) -> None:
-        """The attempt is aborted, or the next one begins."""
         self.running = False
         if self._hands_over:
             self._hands_over = False
@@ -203,7 +202,6 @@ class Overlap:
         return self.running and (self.early is not None or (self._addition is not None and bool(self._addition.sums)))
 
     def settle(self) -> Settled:
-        """The virtual node has run: what has come of its gradients."""
         addition, early, self._addition, self.running = self._addition, self.early, None, False
         found = self._handover.end() if self._hands_over else UNWATCHED
         self._hands_over = False
@@ -223,7 +221,6 @@ class Overlap:
 
     @property
     def begun(self) -> bool:
-        """Whether autograd has handed over any gradient of the virtual node that runs."""
         return self._hands_over and self._handover.begun
 
     # --- the reduction ------------------------------------------------------------------------------------------------
@@ -268,7 +265,6 @@ class Overlap:
             self.early = None
 
     def learn(self, number: int, reduced: Iterable[int], steady: bool) -> None:
-        """A synchronization has shown how the next one may begin; all workers come to the same for what all do."""
         if not steady:
             self._quiet_until = number + _QUIET
         ready = steady and number >= self._quiet_until
@@ -280,7 +276,6 @@ class Overlap:
             self._learned = self._all_steady and number >= self._cold_until
 
     def enter(self) -> None:
-        """A generation begins: not all of its members know what the last one has shown."""
         self.abandon()
         self._expected, self._quiet_until = (), 0
 

@@ -109,7 +109,6 @@ class Row:
         return piece == (piece.place, 0, self.numels[piece.place])
 
     def pieces(self, spans: Spans) -> list[Stretch]:
-        """What of which parameters stands there, in order."""
         found = []
         for begin, end in spans:
             place = bisect_right(self.offsets, begin) - 1

@@ -63,7 +63,6 @@ class Pipeline:
                 stretch.copy_(values[first : first + stretch.numel()])
 
     def write_row(self, index: int, row: int, tensors: Tensors) -> None:
-        """Write all tensors of a row, of any device."""
         bucket = self._buckets[index]
         templates = [self._templates[place] for place in bucket.places]
         if self.rows == 1:
@@ -134,7 +133,6 @@ class Pipeline:
                     waiting.set_exception(error)
 
     def carry_out(self) -> None:
-        """Exchange what is submitted, until nothing more comes."""
         outward: deque[tuple[int, Pending]] = deque()
         homeward: list[tuple[int, Pending]] = []
         while (index := self._next()) is not None:
@@ -292,7 +290,6 @@ class Early:
             }
 
     def results(self) -> Iterator[dict[int, Tensor]]:
-        """Wait for the sums that this worker needs, by place, bucket by bucket."""
         for index in range(len(self._buckets)):
             yield self.pipeline.result(index)
 

@@ -369,7 +369,6 @@ def _measure(collectives: Collectives, probe: ProbeSettings, *, spare: bool) -> 
 
 
 def _gather(collectives: Collectives, size: int) -> None:
-    """Everybody receives so many bytes in all."""
     collectives.all_gather(torch.zeros(max(1, size // (collectives.size - 1)), dtype=torch.uint8))
 
 

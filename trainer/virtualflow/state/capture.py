@@ -137,8 +137,6 @@ def check_fit(
     scheduler: Stateful | None,
     scaler: Stateful | None,
 ) -> None:
-    """Whether a captured state fits these objects, by everything but the content of its tensors."""
-
     def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"parameters": {name: tensor_signature(tensor) for name, tensor in tensors.items()}}
 
@@ -278,7 +276,6 @@ class Companions:
                 raise ConfigurationError(f"{name}, which state holds, could not load its state: {error}") from error
 
     def check_fit(self, saved: Mapping[str, Any]) -> None:
-        """Whether there is a state for each of them, and no other."""
         if sorted(saved) != self.names:
             raise ConfigurationError(
                 f"the state has {_listed(sorted(saved))} beside the model, and this process {_listed(self.names)}; "

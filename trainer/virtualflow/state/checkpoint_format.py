@@ -64,7 +64,6 @@ class JobIdentity:
     """Of the model and the optimizer: ``digests.signature``."""
 
     def difference(self, other: JobIdentity) -> str | None:
-        """The first thing in which this job (here) differs from another one (there); None if nothing."""
         for name, noun in (
             ("virtual_nodes", "the number of virtual nodes"),
             ("seed", "the seed"),
@@ -178,7 +177,6 @@ def find_by_path(
 
 
 def tell_other_versions(manifest: Manifest, name: str, on_event: Callable[[str], None]) -> None:
-    """Tell people that what is about to be restored was written by something that may compute other bits."""
     if manifest.torch != torch.__version__:
         on_event(
             f"{name} was written by torch {manifest.torch} and this is {torch.__version__}: from here on the bits may "

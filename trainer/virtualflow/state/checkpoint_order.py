@@ -141,5 +141,4 @@ def hidden(directory: Path, step: int) -> Path:
 
 
 def is_hidden(path: Path) -> bool:
-    """Whether :func:`hidden` made that name."""
     return _HIDDEN.fullmatch(path.name) is not None

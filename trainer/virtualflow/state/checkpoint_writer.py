@@ -154,7 +154,6 @@ class CheckpointWriter:
             self._remove_leftovers()
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written now that ``step`` is complete."""
         if step == self._attempted_step:
             return False
         if self._policy.every_steps is not None and step % self._policy.every_steps == 0:
@@ -256,7 +255,6 @@ class CheckpointWriter:
             raise _Barred(f"generation {highest} has gone on without this worker, which is of {self.generation}")
 
     def _prune(self, written: Mark) -> None:
-        """Remove what may go now that this one is written."""
         try:
             paths = dict(complete(self._policy.directory))
         except ConfigurationError as error:

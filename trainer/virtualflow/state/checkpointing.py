@@ -149,7 +149,6 @@ class Checkpointer:
 
     @property
     def directory(self) -> Path | None:
-        """Where they are; ``None``: there are none."""
         return None if self._policy is None else self._policy.directory
 
     @property
@@ -292,7 +291,6 @@ class Checkpointer:
         return self._persist(partial(_set_aside, self._policy.directory, agreed))
 
     def restore(self, training: Checkpointable) -> None:
-        """Begin from what :meth:`read` has read."""
         assert self._tree is not None
         tree, self._tree = self._tree, None
         training.restore(tree)
@@ -305,7 +303,6 @@ class Checkpointer:
         self._report(CheckpointState(time.time(), self._found.step, self._found.written, directory=self._directory))
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written when ``step`` is complete."""
         return self._writer is not None and self._writer.due(step)
 
     def save_if_due(self, training: Checkpointable) -> None:

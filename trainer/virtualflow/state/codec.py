@@ -64,7 +64,6 @@ def flatten(tree: Tree, *, canonical: bool = False) -> tuple[Json, list[Tensor]]
 
 
 def unflatten(skeleton: Json, tensors: list[Tensor]) -> Tree:
-    """The tree that ``flatten`` described, around these tensors; ValueError if it described none."""
     try:
         return _rebuild(skeleton, tensors, MAX_DEPTH)
     except (TypeError, struct.error) as error:

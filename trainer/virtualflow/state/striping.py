@@ -113,7 +113,6 @@ def describe(stripes: dict[Path, Tensor]) -> list[Any]:
 
 
 def announce(described: list[Any]) -> dict[Path, Tensor]:
-    """What :func:`describe` told: tensors without content, on the meta device."""
     try:
         return {tuple(path): torch.empty(shape, dtype=DTYPES[dtype], device="meta") for path, dtype, shape in described}
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

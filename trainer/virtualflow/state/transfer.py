@@ -90,7 +90,6 @@ class PackedState:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole."""
         return self.block.numel() + sum(size_of(tensor) for tensor in self.stripes)
 
 

@@ -255,7 +255,6 @@ class BufferTracker:
                 buffer.put(buffer.baseline)
 
     def commit(self, values: Mapping[str, Tensor]) -> None:
-        """Set the combined values; every other buffer keeps its baseline."""
         if not values:
             return
         buffers = [self._buffers[name] for name in values]
@@ -270,7 +269,6 @@ class BufferTracker:
         return [self._buffers[name].tensor for name in names]
 
     def copied_bytes(self, schema: Schema) -> int:
-        """Bytes of the copied buffers of the schema."""
         return sum(tensor.nbytes for tensor in self.templates(schema.copied))
 
     def read_copied(self, schema: Schema, raw: bytes) -> dict[str, Tensor]:

@@ -78,7 +78,6 @@ class Contributions:
         self.accumulator.add(node, [*gradients, *sums], weight=weight, count=record.virtual_nodes, added=added)
 
     def add_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool], unit: int) -> None:
-        """Add those of several virtual nodes whose gradients are summed up already."""
         sums = Accumulator(self._summation)
         for node in sorted(records):
             record = self._records[node] = records[node]

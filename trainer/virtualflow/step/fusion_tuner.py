@@ -77,7 +77,6 @@ class Tuner:
         return self.exploring and self._seen == 0
 
     def assign(self, nodes: int) -> None:
-        """The worker is assigned ``nodes`` virtual nodes from now on."""
         if nodes != self._nodes:
             self._nodes = nodes
             self._choose()

@@ -117,7 +117,6 @@ class GradientSync:
         self._layout: tuple[object, int] = (None, 0)
 
     def listen(self, watch: StateWatch | None, spot_checker: SpotChecker | None) -> None:
-        """Let what is on say something in the step header, and check what the others say."""
         # States first: from different ones, workers come to different gradients, and nobody has computed wrong.
         self._telling = tuple(part for part in (watch, spot_checker) if part is not None)
         self._spot_checker = spot_checker
@@ -267,7 +266,6 @@ class GradientSync:
         self._buffers.restore()
 
     def abandon(self, *, keep: bool = False) -> None:
-        """The attempt is aborted: leave no trace of it in the model."""
         keep = keep and not self._overlap.torn
         self._overlap.abandon()
         if self._buffers.begun:
@@ -295,7 +293,6 @@ class GradientSync:
         repairs: bool,
         portion: Portion | None,
     ) -> Reduced:
-        """Reduce everything with the other workers; see ``Update.synchronize``."""
         self._buffers.refuse_strangers()
         headers, form = self._agree_on_headers(communicator, holdings, number, offer, more=more, saves=saves)
         weights = read_weights(headers)
@@ -428,7 +425,6 @@ class GradientSync:
         return self._layout[1]
 
     def header_format(self, holdings: Sequence[Sequence[int]]) -> HeaderFormat:
-        """The format of headers among members that hold these virtual nodes."""
         return HeaderFormat(
             schema=self.schema,
             # All parameters have a place, also those that are not trained: workers may disagree on that.

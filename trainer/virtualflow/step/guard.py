@@ -90,7 +90,6 @@ class Guard(StepPart):
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt begins: until it ends nothing may change a parameter."""
         self._check_optimizer()
         if self._versions:
             self._refuse_change(
@@ -246,7 +245,6 @@ class Guard(StepPart):
 
 
 def _in_scaler() -> bool:
-    """Whether a ``GradScaler`` steps the optimizer."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -229,7 +229,6 @@ class HeaderFormat:
         return torch.frombuffer(block, dtype=torch.uint8)
 
     def read(self, block: Tensor) -> StepHeader:
-        """The inverse of :meth:`write`."""
         raw = block.numpy().tobytes()
         kind, exchange, layout, incarnation, counter, wishes, nodes, *rest = _FIXED.unpack_from(raw, 0)
         more, steady, saves, state, check = rest
@@ -292,7 +291,6 @@ def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) 
 
 
 def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]]) -> StepHeader:
-    """The header of whoever has the first virtual node with samples."""
     firsts = {}
     for header, holding in zip(headers, holdings, strict=True):
         # There are fewer records than virtual nodes where some were computed as one; that does not change who is first.
@@ -303,7 +301,6 @@ def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]
 
 
 def read_weights(headers: Sequence[StepHeader]) -> list[float]:
-    """What each record of all members counts by."""
     weights = [weight for header in headers for weight in header.weights]
     filled = sum(count > 0 for header in headers for count in header.samples)
     told = sum(weight is not None for header in headers for weight in header.told)

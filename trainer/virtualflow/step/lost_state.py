@@ -220,7 +220,6 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _alike(one: Any, other: Any, depth: int, seen: set[tuple[int, int]]) -> bool:
-    """Whether two copies of something are equal, as far as can be told."""
     if one is other or depth == 0 or (id(one), id(other)) in seen:
         return True
     if type(one) is not type(other):

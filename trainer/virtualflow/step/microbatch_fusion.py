@@ -69,7 +69,6 @@ class GhostBatchNorm:
         self._replaced.clear()
 
     def note_rows(self, name: str, rows: int) -> None:
-        """A batch norm has been given ``rows`` rows."""
         samples = sum(self.sizes)
         if rows == samples or not samples:
             return
@@ -189,7 +188,6 @@ class MicrobatchFusion(StepPart):
         self._began += seconds
 
     def computed(self, attempt: Attempt) -> None:
-        """The last micro-batch of the attempt has been computed."""
         if self._ghost is not None:
             self._ghost.sizes = ()
             self._check_obstacle()

@@ -97,7 +97,6 @@ class OptimizerStep:
             self._placement.visit(list(given), work, at_once=False)
 
     def step(self, gradients: Tensors) -> None:
-        """Clip and step whatever no portion has stepped."""
         wanted = self._wanted
         stepped = set[Tensor]() if self.in_portions is None else set[Tensor](self.in_portions.stepped)
         given: dict[nn.Parameter, Tensor] = {}

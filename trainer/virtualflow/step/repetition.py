@@ -44,7 +44,6 @@ class Repetition:
 
     @property
     def under_way(self) -> bool:
-        """Whether the second computation is to come."""
         return self._first is not None
 
     def note(self) -> None:
@@ -57,7 +56,6 @@ class Repetition:
         self._graphs.forget()
 
     def compare(self) -> None:
-        """The second one is there."""
         assert self._first is not None
         found = self._gradients()
         if all(before is None for before in self._first) and any(now is not None for now in found):

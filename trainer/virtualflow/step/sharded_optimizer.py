@@ -112,14 +112,12 @@ class Shards:
         return self._kept.spans
 
     def enter(self, rank: int, size: int) -> None:
-        """A generation begins, and this worker has the state of its share in it."""
         self.shares, self._rank = share_row(self.row, size), rank
         self.mine = self.shares.kept(rank)
         self._my_pieces = self.row.pieces(self.mine)
         self._first_pieces = [self.row.pieces(self.shares.first(member)) for member in range(size)]
 
     def tell(self) -> Holding:
-        """What the others have to know of it."""
         return Holding(
             self.states,
             self.values,
@@ -239,7 +237,6 @@ class Shards:
 
     @property
     def gradients(self) -> Tensors | None:
-        """The reduced gradient of the share, from its arrival until the step is committed."""
         return self._gradients
 
     # --- states at rest -----------------------------------------------------------------------------------------------
@@ -335,8 +332,6 @@ def row_of(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer,
 
 
 class _ShareWriter:
-    """Where the values of one worker's share are written, byte for byte, as they come."""
-
     def __init__(self, values: Iterable[Tensor]) -> None:
         self._left = [(value, value.numel() * value.itemsize) for value in values]
         self._left.reverse()

@@ -64,13 +64,11 @@ class SpotChecker(StepPart):
         return {"check": self.value}
 
     def check_headers(self, communicator: Collectives, headers: Sequence[StepHeader]) -> None:
-        """See that both hashes are equal."""
         doubted = self.differs([header.check for header in headers])
         if doubted is not None:
             raise doubted
 
     def choose(self, step: int, holdings: Sequence[Sequence[int]]) -> None:
-        """See whether a virtual node of that step is checked, and by whom."""
         self.check = choose_check(self._seed, step, self._virtual_nodes, self.sample, holdings)
 
     def note(self, weight: float | None = None) -> None:

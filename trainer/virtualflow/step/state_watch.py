@@ -151,7 +151,6 @@ class StateWatch(StepPart):
         self._enters = False
 
     def begin(self, attempt: Attempt) -> None:
-        """Take up what is compared in this step, if there is somebody to compare with."""
         self.take_up(attempt.number if len(attempt.holdings) > 1 else None)
 
     def header(self) -> Mapping[str, int]:

@@ -214,7 +214,6 @@ def _write_head(length: int, check: int, number: int) -> bytes:
 
 
 def _without(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of these bytes behind the first ``done``."""
     left = []
     for view in views:
         if done < len(view):

@@ -45,8 +45,6 @@ class LinkRendezvous:
         self._link.publish(self._generation, key, value)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """The values of these keys, which are waited for."""
-
         def found() -> list[bytes]:
             values = [self._link.lookup(self._generation, key) for key in keys]
             return [value for value in values if value is not None]
@@ -108,7 +106,6 @@ class Communicator:
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
     ) -> Communicator:
-        """Connect to the other members; blocks until the mesh stands."""
         lanes: list[dict[int, socket.socket]] = []
         if len(plan.members) > 1:
             rendezvous = LinkRendezvous(link, plan.generation, superseded)
@@ -250,7 +247,6 @@ def _refuse(interrupted: Callable[[], str | None]) -> None:
 
 
 def _memory_of(stretch: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
     plain = stretch.detach().view(-1)
     memory: memoryview = (plain if plain.dtype is torch.uint8 else plain.view(torch.uint8)).numpy().data
     return memory

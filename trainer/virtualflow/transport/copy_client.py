@@ -54,12 +54,10 @@ class CopyClient:
                 raise CopyRefused(_sentence(response))
 
     def head(self) -> CopyHeader | None:
-        """What the newest copy is; ``None``: there is none."""
         with self._request("HEAD", {}) as connection:
             return _read_header(connection.getresponse())
 
     def get(self) -> tuple[CopyHeader, bytearray] | None:
-        """The newest copy; ``None``: there is none."""
         with self._request("GET", {}) as connection:
             response = connection.getresponse()
             header = _read_header(response)

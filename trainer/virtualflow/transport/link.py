@@ -333,7 +333,6 @@ class Link:
             await socket.close()
 
     def _look_at_usage(self) -> m.Usage | None:
-        """If it is time to."""
         now = time.monotonic()
         if self.usage is None or now < self._usage_due:
             return None

@@ -55,7 +55,6 @@ class Communicators:
         threading.Thread(target=self._build_or_fail, args=(plan, rank), name=name, daemon=True).start()
 
     def take(self, generation: m.Generation, former: Communicator | None) -> Communicator:
-        """The communicator of that generation, from now on in the place of the ``former`` one."""
         with self._link.changed:
             communicator = self._prepared.pop(generation, None)
             if communicator is None:
@@ -92,7 +91,6 @@ class Communicators:
                 self._closers = [*(known for known in self._closers if known.is_alive()), closer]
 
     def close(self, running: Communicator | None) -> None:
-        """Take all of them down, and the ``running`` one."""
         with self._link.changed:
             self._closed = True
             communicators = [*self.retired, *self._prepared.values()]

@@ -72,7 +72,6 @@ def other_contents(here: Mapping[str, str], there: Mapping[str, str]) -> str | N
 
 
 def check_reading(dataset: Any, collate: Any, source: Source, batch: MicroBatch, epoch: int, epoch_step: int) -> None:
-    """Read a micro-batch once more."""
     pair = source.read_again(batch, epoch, epoch_step)
     if pair is None:
         return

@@ -37,7 +37,6 @@ def end_by_divergence(found: Divergence, members: Sequence[m.Member], checkpoint
 
 
 def describe_divergence(found: Divergence, names: Sequence[str]) -> str:
-    """One sentence: which tensor, since when, on which workers."""
     if found.keepers and not found.odd:
         who = (
             f"{_listed([names[rank] for rank in found.keepers])}, which both keep it, and nobody can tell who is wrong"

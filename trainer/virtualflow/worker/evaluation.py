@@ -58,7 +58,6 @@ def evaluate(
 def evaluate_in_parts(
     model: nn.Module, dataset: Any, compute: Compute, *, batch_size: int, **loader: Unpack[LoaderOptions]
 ) -> list[Any]:
-    """As :func:`evaluate`, for whatever ``compute`` makes of each micro-batch, in their order."""
     show_errors_plainly()
     loop = active_loop()
     check_dataset(dataset)

@@ -30,7 +30,6 @@ class LayeredAttempts:
         self._context, self._chain, self._layers, self._listen = context, chain, layers, listen
 
     def attempt(self, attempt: Attempt) -> Iterator[Any]:
-        """Compute the attempt's virtual nodes, and contribute what comes of them."""
         sync, check = self._context.update.sync, self._context.membership.check
         work = _Work([self._load(node, attempt) for node in attempt.computes])
         if not work.flights:
@@ -70,8 +69,6 @@ class LayeredAttempts:
         return Flight(batch.virtual_node, batch.kept, batch.kept / self._context.update.sync.unit, batch.data)
 
     def _run(self, work: _Work, number: int, check: Callable[[], object]) -> Iterator[Any]:
-        """Let the script's loss compute all of it."""
-
         def begin(flight: Flight) -> None:
             forget_cached_weights()
             seed_virtual_node(self._context.request.options.seed, number, flight.number)

@@ -144,7 +144,6 @@ class Loading(StepPart):
         """What the source has been told of the portions to come."""
 
     def enter(self, assigned: range) -> None:
-        """Other virtual nodes are assigned to this worker, or it begins again from where the others are."""
         self._peeked.clear()
         self._assigned = assigned
         if not self._training.is_over:
@@ -210,7 +209,6 @@ class Loading(StepPart):
             self._ahead = _Ahead(place, self._source.version, staged)
 
     def _following(self, nodes: range) -> _Place | None:
-        """What comes behind the micro-batch of these virtual nodes, as far as it may be fetched now."""
         early = self._source.early
         if early == "nothing":
             return None

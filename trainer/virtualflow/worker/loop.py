@@ -98,7 +98,6 @@ class Loop:
     # --- for the user's code ------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that remain."""
         context = self.context
         check_averages(context.training.companions.knows)
         if self._state.running:
@@ -171,7 +170,6 @@ class Loop:
             self._saving.save_if_due(over=self.context.training.is_over)
 
     def join(self) -> tuple[int, int]:
-        """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
         self.context.membership.join()
         return self.context.training.completed_steps + 1, self.context.training.position[0]
 
@@ -191,7 +189,6 @@ class Loop:
         return self.told
 
     def weigh(self, weight: float) -> None:
-        """Note what the present virtual node counts by (``Step.weight``)."""
         self.told.weight = weight
         self._sync.weigh(weight)
 

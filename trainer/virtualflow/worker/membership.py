@@ -95,7 +95,6 @@ class Membership:
         return communicator
 
     def join(self) -> None:
-        """Become a member, with a state; returns at once for one that is."""
         if not self._state.has_state:
             self._session.be_ready()
             self._enter(self._session.await_entry())

@@ -109,7 +109,6 @@ def check_model(model: Any) -> None:
 
 
 def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: int | None) -> None:
-    """Check the numbers that a training is made of."""
     check_whole("virtual_nodes", virtual_nodes)
     if virtual_nodes < 1:
         raise ConfigurationError(f"virtual_nodes is {virtual_nodes}; a job has at least 1")
@@ -142,7 +141,6 @@ def check_trackers(trackers: Sequence[Any]) -> None:
 
 
 def check_exchange(exchange: Exchange | str) -> None:
-    """Check how gradients are to travel."""
     if not isinstance(exchange, Exchange):
         if exchange != "auto":
             raise ConfigurationError(f'exchange is {exchange!r}; it must be "auto" or a vf.Exchange(...)')
@@ -166,7 +164,6 @@ def check_exchange(exchange: Exchange | str) -> None:
 
 
 def read_device(device: torch.device | str | None) -> torch.device | None:
-    """Where micro-batches are to go."""
     try:
         return None if device is None else torch.device(device)
     except RuntimeError:
@@ -200,7 +197,6 @@ def check_device(device: torch.device | None, model: nn.Module, *, layer_major: 
 
 
 def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, scaler: Any) -> None:
-    """Check that nothing is asked for that needs the gradients of one virtual node by itself."""
     if memory is None or not memory.layer_major:
         return
     if environment.verify or environment.trace_dir is not None or environment.profile_out is not None:
@@ -325,7 +321,6 @@ def fused_sgd_steps(dtype: torch.dtype) -> bool:
 
 
 def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that this optimizer can step in host memory."""
     for part in optimizers_of(optimizer):
         name = type(part).__name__
         for group in part.param_groups:
@@ -352,7 +347,6 @@ def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def check_sharding(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, block: int, device: torch.device | None
 ) -> None:
-    """Check that this optimizer can be sharded."""
     for part in optimizers_of(optimizer):
         reason = why_not_separable(part, block, device)
         if reason is not None:
@@ -393,7 +387,6 @@ def _overlapping(model: nn.Module) -> tuple[str, str] | None:
 
 
 def check_scheduler(scheduler: Any, interval: str) -> None:
-    """Check that the library can step this scheduler."""
     if interval not in ("step", "epoch", "manual"):
         raise ConfigurationError(f'scheduler_interval is {interval!r}; it must be "step", "epoch" or "manual"')
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau

@@ -38,7 +38,6 @@ logger = logging.getLogger("virtualflow.worker")
 
 
 def _script() -> str:
-    """What this process runs, as ``virtualflow profile`` takes it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return os.path.basename(sys.argv[0]) if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
 
@@ -164,7 +163,6 @@ class Profiling:
         self.finish(stopped)
 
     def finish(self, stopped: str) -> None:
-        """Write the profile of what was measured."""
         chain = self._chain.finish(self._optimizer_bytes) if self._chain.wanted else None
         profile = msgspec.structs.replace(
             self._blank, sizes=tuple(self._measured), stopped=stopped, chain=chain, blocks=self._chain.said

@@ -73,7 +73,6 @@ class Request:
 
     @property
     def reproducibility(self) -> Reproducibility:
-        """Whether the result is the same to the bit on any number of workers, or in distribution."""
         return self.environment.reproducibility or self.options.reproducibility
 
     @property
@@ -130,7 +129,6 @@ class Request:
 
 
 def check_request(request: Request) -> None:
-    """Check all that can be known before anything is opened."""
     options = request.options
     refuse_launchers(request.environment)
     check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)

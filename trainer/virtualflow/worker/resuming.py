@@ -41,7 +41,6 @@ _DERIVED = {
 
 
 def describe_built(optimizer: torch.optim.Optimizer, scheduler: Any) -> Built:
-    """How these were built; they have not stepped yet."""
     built = {"the optimizer": " + ".join(type(part).__name__ for part in optimizers_of(optimizer))}
     groups = optimizer.param_groups
     for number, group in enumerate(groups):

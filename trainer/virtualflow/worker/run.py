@@ -358,7 +358,6 @@ class Run:
 
 
 def _compare(over: m.RunOver, digest: str, *, bitwise: bool) -> None:
-    """See that this worker has what a run of the script that is over has ended with."""
     told = over.result
     if bitwise and told is not None and told.digest and told.digest != digest:
         raise VirtualFlowError(
@@ -377,5 +376,4 @@ def _read_environment() -> WorkerEnvironment:
 
 
 def active_loop() -> Loop | None:
-    """The loop of the run whose ``with`` block this process is in."""
     return _active[0]._loop if _active else None

@@ -151,7 +151,6 @@ class Session:
             return newest.generation
 
     def is_member(self, plan: m.Plan) -> bool:
-        """Whether this worker is in ``plan``."""
         return plan.rank_of(self.worker, self.incarnation) is not None
 
     def agreed_plan(self, offers: Iterable[m.Generation]) -> m.Plan | None:

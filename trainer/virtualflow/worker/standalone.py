@@ -94,7 +94,6 @@ class StandaloneSession:
         return None
 
     def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
-        """End."""
         raise Drained(reason or self.state.drain_reason or "left")
 
     def _nothing(self, *_: object, **__: object) -> None:

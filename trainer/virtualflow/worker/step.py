@@ -200,7 +200,6 @@ class Step:
 
 
 def read_weight(weight: Any) -> float:
-    """What a script gives as a weight."""
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):

@@ -49,7 +49,6 @@ class Stopwatch:
         self._plans.append(plan)
 
     def attempt(self, step: int) -> None:
-        """An attempt at ``step`` begins."""
         if step != self._attempted:
             self._attempted, self._failed_attempts, self._repeated_nodes = step, 0, 0
 

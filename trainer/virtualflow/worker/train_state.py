@@ -126,7 +126,6 @@ class Training:
         return extra
 
     def note_non_finite(self, numbers: Mapping[str, float]) -> None:
-        """Remember the first of the training's metrics that is NaN or infinite, with the present step."""
         if self.non_finite is None:
             for name, value in numbers.items():
                 word = None if math.isfinite(value) else not_finite(value)

@@ -117,7 +117,6 @@ class MLflow:
 
 
 def _absolute(uri: str) -> str:
-    """``uri`` of a database in a file, wherever the script changes to."""
     scheme, separator, path = uri.partition("sqlite:///")
     return f"{scheme}{separator}{Path(path).absolute()}" if path and not path.startswith(":") else uri
 

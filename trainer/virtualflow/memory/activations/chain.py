@@ -38,7 +38,6 @@ class Carrier:
         self._watchers: list[LiveBytes] = []
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A copy on the device."""
         with self._unseen():
             made = copy_to(tensor, self.device)
         for live in self._watchers:
@@ -210,7 +209,6 @@ class Chain:
 
     @contextmanager
     def load(self, index: int, carrier: Carrier) -> Iterator[Loaded]:
-        """A block is on the device; behind it, all is as it was."""
         link = self.links[index]
         with ExitStack() as back:
             for module in link.module.modules():

@@ -212,6 +212,5 @@ def open_copies(device: torch.device) -> Copies:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All of its storage, as uint8."""
     blank = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return blank.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,))

@@ -96,7 +96,6 @@ class Saved:
         self._offset = tensor.storage_offset()
 
     def load(self) -> Tensor:
-        """The tensor; waits for its copy if it is not there yet."""
         alias = self._entry.swap_in()
         self._entry._ledger.copies.arrive(alias)
         if self._entry.version is not None:

@@ -252,7 +252,6 @@ class Probe:
 
     @property
     def ran(self) -> list[int]:
-        """The blocks that have run, by their numbers."""
         found = [
             block for block in range(len(self._blocks)) if any(each.blocks[block].forward for each in self._measured)
         ]
@@ -446,7 +445,6 @@ class ChainMeasurement:
         self._sizes.append(size)
 
     def finish(self, optimizer_bytes: Callable[[], int]) -> ChainProfile | None:
-        """What was measured; ``None``: no blocks were."""
         if self._probe is None:
             return None
         copies = open_copies(self._device)

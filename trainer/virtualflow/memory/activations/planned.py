@@ -183,7 +183,6 @@ class Activations:
         self._probe.begin_micro_batch()
 
     def end(self, size: int) -> None:
-        """It has computed on one of ``size`` samples."""
         if self.plan is None and size == self._micro_batch:
             self._probe.end_micro_batch()
 

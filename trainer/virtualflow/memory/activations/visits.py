@@ -92,7 +92,6 @@ class Visit:
             self.own(ref(entry))
 
     def save(self, tensor: Tensor) -> Packed:
-        """What autograd is to keep in place of a tensor that is not computed again."""
         return self.ledger.save(tensor, self.block, self.own) if self.counts(tensor) else Kept(tensor)
 
     def differs(self) -> ConfigurationError:
@@ -254,7 +253,6 @@ def _form(tensor: Tensor) -> _Form:
 
 
 def find_links(leaves: list[Any], before: Visit) -> dict[int, OutputLink]:
-    """Which of these are outputs of that visit, unchanged."""
     made = {
         id(tensor): (position, version)
         for position, output in enumerate(before.outputs)
