@@ -358,13 +358,14 @@ def test_words_are_explained_on_hover_and_by_keyboard_and_a_log_can_be_read(tmp_
     async def story(server: Server, tab: Tab) -> None:
         fill(server.state, 2, 8, 2)
         train(server.state, 3)
-        server.state.hold = 7
+        server.state.hold, server.state.history.goodput.paid = 7, 1.0
         await tab.look(1_280, height=900)
         await show(server, tab)
         words = await tab.value("[...document.querySelectorAll('.word')].map(e => e.textContent.toLowerCase())")
         assert {"held", "goodput", "generation", "predicted", "bitwise", "virtual nodes again"} <= set(words)
         tip, goodput = "document.querySelector('.meaning')", "document.querySelectorAll('#facts .word')[0]"
         assert await tab.value(f"{tip}.hidden")
+        await tab.say("Emulation.setFocusEmulationEnabled", enabled=True)
         await tab.value(f"{goodput}.focus()")
         assert await tab.value(f"[{tip}.hidden, {tip}.textContent]") == [False, WORDS["goodput"]]
         await tab.say("Input.dispatchKeyEvent", type="keyDown", key="Escape")

@@ -136,7 +136,13 @@ async def look_at(tab: Tab, name: str, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("state_of", [training, with_a_kill, not_finite, failed, done, large])
+@pytest.mark.parametrize(
+    "state_of",
+    [
+        *(training, with_a_kill, not_finite, failed, done),
+        pytest.param(large, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_state_is_accessible_and_fits_a_desk_a_phone_and_the_dark(
     state_of: Callable[[JobState], None], tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def test_a_brief_status_has_the_latest_changes_no_events_and_the_same_sums() -> 
     whole, brief = world.status(), world.status(brief=True)
     assert brief.changes == whole.changes[-20:]
     assert whole.events
-    assert brief == msgspec.structs.replace(whole, changes=brief.changes, events=())
+    assert brief == msgspec.structs.replace(whole, changes=brief.changes, events=(), fingerprint="", devices=())
     assert (brief.changes_total, brief.repeated_steps) == (100, 100)
 
 
