@@ -124,6 +124,7 @@ async function readLog(worker) {
   const lines = find("lines"), answer = await get(`v1/log?worker=${encodeURIComponent(worker)}`, sessionStorage.getItem("token"));
   if (logOf !== worker || answer === null || answer.status === 429) return;
   const last = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
+  set(lines, "class", answer.ok ? "" : "reason");
   write(lines, answer.ok ? await answer.text() : (await answer.json()).message);
   if (last) lines.scrollTop = lines.scrollHeight;
 }
