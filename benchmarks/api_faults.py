@@ -55,7 +55,8 @@ FAULTS = {
 }
 TEXT = f"""\
 {JOBS_MADE} jobs train, and a proxy before the API server plays the fault for 80 s. A job is scaled up in the
-middle of it and at its end. Watches that stall stay so for good. All run on the same two cores."""
+middle of it and at its end. Watches that stall stay so for good. An operator that cannot renew its lease for 7 s ends,
+and is started again. All run on the same two cores."""
 GONE = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}).encode() + b"\n"
 _OWN = {"host", "authorization", "content-length", "transfer-encoding", "connection", "content-encoding"}
 
