@@ -326,6 +326,7 @@ class JobStatus(ApiStruct, frozen=True):
     steps_per_second: str | None = None
     step_milliseconds: str | None = None
     predicted_step_milliseconds: str | None = None
+    goodput: str | None = None
     checkpoint_step: int | None = None
     """Of the newest complete checkpoint."""
     checkpoint_time: str | None = None

@@ -64,6 +64,13 @@ def test_the_measured_and_the_predicted_duration_of_a_step_are_in_the_status() -
     assert (status.step_milliseconds, status.predicted_step_milliseconds) == ("12.35", None)
 
 
+def test_goodput_is_in_the_status_and_stays_while_a_new_coordinator_knows_none() -> None:
+    stage = progress(training(), goodput=0.96449)
+    assert stage.decide().status.goodput == "0.964"
+    stage.write(stage.decide())
+    assert progress(stage, goodput=None).decide().status.goodput == "0.964"
+
+
 def test_moved_virtual_nodes_are_told_as_what_they_are() -> None:
     stage = training()
     before = stage.job.status

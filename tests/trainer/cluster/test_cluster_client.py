@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chromium
 import psutil
 import pytest
 import yaml
@@ -29,6 +31,7 @@ from kubernetes import config as kubeconfigs
 from virtualflow.cluster import AsyncClient, Client
 from virtualflow.cluster.api import COORDINATOR, GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
 from virtualflow.cluster.checks import check
+from virtualflow.cluster.jobs_page import JobsSeen
 from virtualflow.cluster.plugin import main
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.live_view import view_token
@@ -229,6 +232,39 @@ def looks(address: str) -> str:
         return str(json.load(answer)["now"]["phase"])
 
 
+@contextlib.contextmanager
+def showing(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``kubectl vf ui`` with a kubectl whose coordinators run in ``folder``: its process and the address it prints."""
+    kubectl = folder / "kubectl"
+    calls, ready = str(folder / "calls"), str(folder / "ready")
+    kubectl.write_text(FORWARDS.format(python=sys.executable, calls=calls, ready=ready))
+    kubectl.chmod(0o755)
+    trainer = str(Path(__file__).parents[3] / "trainer")
+    path = f"{folder}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": trainer, ENV_TOKEN: TOKEN}
+    # Where this test runs in the background of a shell, SIGINT is ignored, and processes inherit that.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from virtualflow.cluster.plugin import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "ui", *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as plugin:
+        try:
+            assert plugin.stdout is not None
+            yield plugin, plugin.stdout.readline().strip()
+        finally:
+            plugin.kill()
+
+
+def leaves_nothing(plugin: subprocess.Popen[str]) -> None:
+    """Interrupt it, as Ctrl-C does."""
+    children = psutil.Process(plugin.pid).children(recursive=True)
+    plugin.send_signal(signal.SIGINT)
+    assert plugin.wait(30) == 130
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+
+
 def test_the_way_to_the_page_is_kept_open_and_leaves_nothing(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
     client.submit(manifest("digits"))
     write_status(client, "digits", phase="Running", coordinator="digits-coordinator-0")
@@ -237,46 +273,146 @@ def test_the_way_to_the_page_is_kept_open_and_leaves_nothing(client: Client, kub
     assert found is not None
     assert (found.pod, found.port, found.token) == ("digits-coordinator-0", 7700, TOKEN)
     assert TOKEN not in repr(found)
-    calls, kubectl = tmp_path / "calls", tmp_path / "kubectl"
-    kubectl.write_text(FORWARDS.format(python=sys.executable, calls=str(calls), ready=str(tmp_path / "ready")))
-    kubectl.chmod(0o755)
-    trainer = str(Path(__file__).parents[3] / "trainer")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": trainer, ENV_TOKEN: TOKEN}
-    # Where this test runs in the background of a shell, SIGINT is ignored, and processes inherit that.
-    program = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from virtualflow.cluster.plugin import main; sys.exit(main())"
+    calls = tmp_path / "calls"
+    with showing(tmp_path, "--kubeconfig", str(kubeconfig), "digits") as (plugin, address):
+        assert address.endswith(f"/ui#token={view_token(TOKEN)}&job=default%2Fdigits")
+        port = address.split("/ui")[0].rpartition(":")[2]
+        assert looks(address) == "waiting"
+        # The coordinator is lost, and another one takes its place: the address stays.
+        client.core.delete_namespaced_pod("digits-coordinator-0", client.namespace, grace_period_seconds=0)
+        add_coordinator(client, "digits", "digits-coordinator-1")
+        (child,) = psutil.Process(plugin.pid).children()
+        child.kill()
+        deadline = time.monotonic() + 60
+        while "digits-coordinator-1" not in calls.read_text() or not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert looks(address) == "waiting"
+        assert calls.read_text().splitlines() == [
+            f"--kubeconfig={kubeconfig} --namespace=default port-forward --address=127.0.0.1 {rest}"
+            for rest in ("pod/digits-coordinator-0 :7700", f"pod/digits-coordinator-1 {port}:7700")
+        ]
+        leaves_nothing(plugin)
+
+
+EVIL = "<img src=x onerror=\"document.title='taken'\">"
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.HOW)
+def test_all_jobs_are_on_one_page_each_a_link_to_its_own(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
+    """What it shows is what the API server says, as soon as it says it; nobody's words are more than text."""
+    for name in ("broken", "digits", "waits"):
+        client.submit(manifest(name, **({"queue": "shared"} if name == "waits" else {})))
+    running = {"phase": "Running", "workers": "2/3", "step": 40, "totalSteps": 100, "stepsPerSecond": "0.5"}
+    lost = {"from": 3, "to": 2, "cause": "lost", "step": 30, "reason": "w-2 is lost", "pauseMilliseconds": 41}
+    write_status(
+        client,
+        "digits",
+        **running,
+        goodput="0.964",
+        coordinator="digits-coordinator-0",
+        lastChange=lost | {"repeatedSteps": 1},
     )
-    command = [sys.executable, "-c", program, "ui", "--kubeconfig", str(kubeconfig), "digits"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as plugin:
-        try:
-            assert plugin.stdout is not None
-            address = plugin.stdout.readline().strip()
-            assert address.endswith(f"/ui#token={view_token(TOKEN)}&job=default%2Fdigits")
-            port = address.split("/ui")[0].rpartition(":")[2]
-            assert looks(address) == "waiting"
-            # The coordinator is lost, and another one takes its place: the address stays.
-            client.core.delete_namespaced_pod("digits-coordinator-0", client.namespace, grace_period_seconds=0)
-            add_coordinator(client, "digits", "digits-coordinator-1")
-            (child,) = psutil.Process(plugin.pid).children()
-            child.kill()
-            deadline = time.monotonic() + 60
-            while "digits-coordinator-1" not in calls.read_text() or not (tmp_path / "ready").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            assert looks(address) == "waiting"
-            assert calls.read_text().splitlines() == [
-                f"--kubeconfig={kubeconfig} --namespace=default port-forward --address=127.0.0.1 {rest}"
-                for rest in ("pod/digits-coordinator-0 :7700", f"pod/digits-coordinator-1 {port}:7700")
+    failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": f"crashed\n{EVIL}"}
+    write_status(client, "broken", phase="Failed", conditions=[failed | {"lastTransitionTime": "2026-11-24T11:00:00Z"}])
+    add_coordinator(client, "digits", "digits-coordinator-0")
+
+    def row(job: str) -> str:
+        found = f"[...document.querySelectorAll('#jobs tr')].find(e => e.querySelector('a').textContent === '{job}')"
+        return f"[...{found}.children].map(e => [...e.children].map(x => x.textContent).filter(Boolean).join(' | '))"
+
+    async def look(address: str) -> None:
+        async with asyncio.timeout(120), chromium.browser() as tab:
+            await tab.look(1_280)
+            await tab.open(address)
+            await tab.until("document.querySelectorAll('#jobs tr').length === 3")
+            counted = "3 jobs of the namespace default: 1 Failed, 1 Pending, 1 Running"
+            assert await tab.value("document.getElementById('counted').textContent") == counted
+            assert await tab.value(row("digits")) == [
+                "digits",
+                "Running",
+                "step 40 of 100, about 2 min left",
+                "96.4 %",
+                "2 of 3 wanted",
+                "",
+                "",
+                "3 workers → 2 workers at step 30 (w-2 is lost): pause 41 ms, 1 step repeated",
             ]
-            children = psutil.Process(plugin.pid).children(recursive=True)
-            plugin.send_signal(signal.SIGINT)
-            assert plugin.wait(30) == 130
-            _, alive = psutil.wait_procs(children, timeout=30)
-            assert alive == []
-        finally:
-            plugin.kill()
+            assert (await tab.value(row("waits")))[4:7] == [
+                "0 of 2 wanted",
+                "shared",
+                "no operator has seen it yet",
+            ]
+            assert (await tab.value(row("broken")))[6] == (
+                f"crashed … {EVIL} | To do: correct the script; make a new job"
+            )
+            assert await tab.value("[...document.querySelectorAll('#jobs a')].map(e => e.hasAttribute('href'))") == [
+                True,
+                False,
+                False,
+            ]
+            assert await tab.value("[location.hash, document.querySelectorAll('img').length]") == ["", 0]
+            write_status(client, "digits", step=60)
+            await tab.until(f"{row('digits')}[2].startsWith('step 60 of 100')")
+            client.job("waits").delete()
+            await tab.until("document.querySelectorAll('#jobs tr').length === 2")
+            await tab.value("find('words').value = 'fail'; find('words').dispatchEvent(new Event('input'))")
+            assert await tab.value("[...document.querySelectorAll('#jobs a')].map(e => e.textContent)") == ["broken"]
+            await tab.value("find('words').value = ''; list()")
+            if pictures := os.environ.get("VIRTUALFLOW_TEST_PICTURES"):
+                for kind, width, dark in (("wide", 1_280, False), ("phone", 390, False), ("dark", 1_280, True)):
+                    await tab.look(width, dark=dark)
+                    await tab.picture(Path(pictures) / f"jobs-{kind}.png")
+            assert tab.complaints == []
+            await tab.value("document.querySelector('#jobs a[href]').click()")
+            await tab.until("location.pathname === '/ui' && find('phase').textContent === 'waiting'")
+            assert await tab.value("document.getElementById('name').textContent") == "default/digits"
+
+    with showing(tmp_path, "--kubeconfig", str(kubeconfig)) as (plugin, address):
+        asyncio.run(look(address))
+        leaves_nothing(plugin)
+
+
+def test_who_may_not_list_jobs_is_told_so_and_what_else_to_try(
+    client: Client, kubeconfig: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = log_in(client, kubeconfig, tmp_path, "stranger")
+
+    def say(*arguments: str) -> tuple[int, str, int]:
+        code = main(["ui", "--kubeconfig", str(path), *arguments])
+        said = capsys.readouterr()
+        return code, said.err, (said.out + said.err).count("\n")
+
+    code, said, lines = say()
+    assert (code, lines) == (2, 1)
+    assert said.startswith("virtualflow: cannot list the jobs of the namespace default: virtualflowjobs")
+    code, said, lines = say("-A")
+    assert (code, lines) == (2, 1)
+    assert said.startswith("virtualflow: cannot list the jobs of all namespaces: virtualflowjobs")
+    assert said.endswith("; -n NAMESPACE shows those of one\n")
+    assert say("-A", "digits")[0] == 2
+    let(client, "stranger", "list")
+    with Client(kubeconfig=path) as stranger:
+        client.submit(manifest("digits"))
+        jobs = JobsSeen(stranger, everywhere=False)
+        version = jobs.look()
+        with pytest.raises(ConfigurationError, match=r"cannot watch jobs: .* cannot watch resource"):
+            jobs._watch(version)
+
+
+def test_jobs_beyond_the_bound_are_counted_out_and_lists_come_in_parts(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        client.submit(manifest(f"job-{number}"))
+    monkeypatch.setattr("virtualflow.cluster.jobs_page.CHUNK", 2)
+    jobs = JobsSeen(client, everywhere=True)
+    jobs.look()
+    assert [line.name for line in jobs.view("").jobs] == [f"job-{number}" for number in range(5)]
+    monkeypatch.setattr("virtualflow.cluster.jobs_page.MOST", 3)
+    jobs.look()
+    view = jobs.view("")
+    assert (len(view.jobs), view.counted) == (3, "the first 3 jobs of all namespaces: 3 Pending")
 
 
 def test_where_there_is_no_page_one_sentence_says_why(
@@ -375,6 +511,29 @@ def test_who_stops_waiting_is_not_kept(client: Client, kubeconfig: Path, monkeyp
     asyncio.run(use())  # joins the threads
 
 
+def log_in(client: Client, kubeconfig: Path, folder: Path, name: str) -> Path:
+    """The kubeconfig of a user without any rights."""
+    client.core.create_namespaced_service_account("default", {"metadata": {"name": name}})
+    token = client.core.create_namespaced_service_account_token(name, "default", {"spec": {"audiences": []}})
+    known = yaml.safe_load(kubeconfig.read_text())
+    known["users"] = [{"name": known["users"][0]["name"], "user": {"token": token.status.token}}]
+    (folder / name).write_text(yaml.safe_dump(known))
+    return folder / name
+
+
+def let(client: Client, name: str, *verbs: str) -> None:
+    """Let that user do this with jobs of the namespace."""
+    roles = kubernetes.RbacAuthorizationV1Api(client.api)
+    rules = [{"apiGroups": [GROUP], "resources": [PLURAL], "verbs": verbs}]
+    roles.create_namespaced_role("default", {"metadata": {"name": name}, "rules": rules})
+    bound = {
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": "default"}],
+    }
+    roles.create_namespaced_role_binding("default", bound)
+
+
 def add_node(client: Client, name: str, labels: dict[str, str], **allocatable: str) -> None:
     client.core.create_node({"metadata": {"name": name, "labels": labels}})
     amounts = {resource.replace("_", "/"): amount for resource, amount in allocatable.items()}
@@ -458,12 +617,7 @@ def test_the_plugin_tells_whether_all_is_ready(
 
 
 def test_who_may_not_look_is_told_so_and_what_to_ask_for(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
-    client.core.create_namespaced_service_account("default", {"metadata": {"name": "guest"}})
-    token = client.core.create_namespaced_service_account_token("guest", "default", {"spec": {"audiences": []}})
-    known = yaml.safe_load(kubeconfig.read_text())
-    known["users"] = [{"name": known["users"][0]["name"], "user": {"token": token.status.token}}]
-    (tmp_path / "guest").write_text(yaml.safe_dump(known))
-    with Client(kubeconfig=tmp_path / "guest") as guest:
+    with Client(kubeconfig=log_in(client, kubeconfig, tmp_path, "guest")) as guest:
         found = [(each.verdict, each.sentence) for each in check(guest, manifest("digits"))]
     verdicts, sentences = zip(*found, strict=True)
     assert verdicts == ("ok", "unknown", "no", "no", "unknown")
@@ -483,21 +637,9 @@ def test_who_may_not_list_events_reads_the_conditions_all_the_same(
     message = "digits-w-0 cannot start: FailedMount: no such volume"
     told = {"type": "Degraded", "status": "True", "reason": "CannotStart", "message": message}
     write_status(client, "digits", phase="Pending", conditions=[told | {"lastTransitionTime": "2026-11-24T11:00:00Z"}])
-    client.core.create_namespaced_service_account("default", {"metadata": {"name": "viewer"}})
-    rules = [{"apiGroups": [GROUP], "resources": [PLURAL], "verbs": ["get", "list", "watch"]}]
-    roles = kubernetes.RbacAuthorizationV1Api(client.api)
-    roles.create_namespaced_role("default", {"metadata": {"name": "viewer"}, "rules": rules})
-    bound = {
-        "metadata": {"name": "viewer"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "viewer"},
-        "subjects": [{"kind": "ServiceAccount", "name": "viewer", "namespace": "default"}],
-    }
-    roles.create_namespaced_role_binding("default", bound)
-    token = client.core.create_namespaced_service_account_token("viewer", "default", {"spec": {"audiences": []}})
-    known = yaml.safe_load(kubeconfig.read_text())
-    known["users"] = [{"name": known["users"][0]["name"], "user": {"token": token.status.token}}]
-    (tmp_path / "viewer").write_text(yaml.safe_dump(known))
-    assert main(["why", "--kubeconfig", str(tmp_path / "viewer"), job.name]) == 0
+    viewer = log_in(client, kubeconfig, tmp_path, "viewer")
+    let(client, "viewer", "get", "list", "watch")
+    assert main(["why", "--kubeconfig", str(viewer), job.name]) == 0
     said = capsys.readouterr().out
     assert f"Degraded True, CannotStart: {message}" in said
     assert "events are not shown: cannot list events of digits" in said

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from virtualflow.cluster.explanation import ADVICE, age, explain
 from virtualflow.cluster.logs import BrokenOff, Line, followed, merged
-from virtualflow.cluster.tables import job_rows
+from virtualflow.cluster.tables import JobLine, job_line, job_rows
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.wording import table
 
@@ -113,6 +114,138 @@ def test_jobs_that_train_come_first_the_fastest_first() -> None:
     assert lines[1].split() == ["fast", "Running", "2/2", "30/60", "12", "1", "0", "60m"]
     assert "99" not in lines[3], "it is not fast any more"
     assert table(job_rows(bodies, NOW, namespaces=True)).startswith("NAMESPACE   NAME")
+
+
+def line(**changed: Any) -> JobLine:
+    usual = {"namespace": "default", "name": "digits", "progress": "", "done": None, "goodput": "", "queue": ""}
+    usual |= {"workers": "", "why": "", "advice": "", "change": "", "over": False, "page": False}
+    return JobLine(**(usual | changed))
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        pytest.param(
+            job(),
+            line(phase="Pending", workers="0 of 1 wanted", why="no operator has seen it yet"),
+            id="one that nobody has seen",
+        ),
+        pytest.param(
+            job(
+                phase="Running",
+                workers="4/4",
+                step=30,
+                totalSteps=60,
+                stepsPerSecond="3",
+                goodput="0.9412",
+                coordinator="digits-coordinator-0",
+                allocation={"queue": "shared", "workers": 4, "reason": "has its share"},
+                conditions=[
+                    condition("Allocated", "True", "Allocated", "4 workers of the queue shared: has its share.")
+                ],
+            ),
+            line(
+                phase="Running",
+                progress="step 30 of 60, about 10 s left",
+                done=0.5,
+                goodput="94.1 %",
+                workers="4 of 4 wanted",
+                queue="shared: has its share",
+                page=True,
+            ),
+            id="one that trains",
+        ),
+        pytest.param(
+            job(
+                phase="Pending",
+                workers="0/2",
+                allocation={"queue": "shared", "workers": 0, "reason": "waits behind other"},
+                conditions=[condition("Progressing", "False", "Queued", "Queue shared has none: waits behind other.")],
+            ),
+            line(
+                phase="Pending",
+                workers="0 of 2 wanted",
+                queue="shared",
+                why="Queue shared has none: waits behind other.",
+                advice="wait, or see A job waits in its queue",
+            ),
+            id="one that waits in its queue, whose reason is said once",
+        ),
+        pytest.param(
+            job(
+                phase="Failed",
+                workers="0/2",
+                step=9,
+                coordinator="digits-coordinator-0",
+                conditions=[
+                    condition(
+                        "Failed", "True", "BackoffLimitExceeded", "w-0 crashed:\nTraceback\n  x\nValueError: no\n"
+                    )
+                ],
+            ),
+            line(
+                phase="Failed",
+                progress="step 9",
+                why="w-0 crashed: … ValueError: no",
+                advice="correct the script; make a new job",
+                over=True,
+            ),
+            id="one that has failed, with the two lines of its traceback that say why",
+        ),
+    ],
+)
+def test_a_job_on_the_page_of_all_jobs(body: dict[str, Any], shown: JobLine) -> None:
+    assert job_line(body) == shown
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C."""
+
+
+def test_an_api_server_that_does_not_answer_is_asked_again_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was seen last stays, beside what is wrong; once it answers, nothing is wrong any more."""
+    pytest.importorskip("kubernetes", reason="needs kubernetes: install the extra cluster")
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    from virtualflow.cluster.jobs_page import JobsSeen
+
+    answers = iter([[job("digits")], None, None, None, None, None, None, [job("other")]])
+    waits: list[float] = []
+
+    class Api:
+        """An API server that answers a list only."""
+
+        def __init__(self, _: object) -> None:
+            pass
+
+        def list_namespaced_custom_object(self, *_: str, **options: Any) -> dict[str, Any]:
+            if options.get("watch") and not waits:
+                raise ApiException(410, "Expired: it knows that version no more, which is nothing wrong")
+            items = None if options.get("watch") else next(answers)
+            if items is None:
+                raise HTTPError("connection refused")
+            return {"items": items, "metadata": {"resourceVersion": "1"}}
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:
+            assert not jobs.view("").trouble
+        if len(waits) == 7:
+            assert jobs.view("").trouble.startswith("Cannot list the jobs of the namespace default: the API server")
+            assert [line.name for line in jobs.view("").jobs] == ["digits"]
+        if len(waits) == 8:
+            raise Interrupted
+
+    monkeypatch.setattr("kubernetes.client.CustomObjectsApi", Api)
+    monkeypatch.setattr("time.sleep", wait)
+    jobs = JobsSeen(SimpleNamespace(api=None, namespace="default"), everywhere=False)  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):
+        jobs.follow(jobs.look())
+    assert waits == [1, 1, 2, 4, 8, 16, 30, 30]
+    assert [line.name for line in jobs.view("").jobs] == ["other"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ STRANGERS = [
 def test_a_stranger_learns_and_changes_nothing(headers: dict[str, str]) -> None:
     async def story(server: Server) -> None:
         await server.worker("worker-0")
-        before = structs.replace(describe(server.state), worker_seconds=None)  # which grow
+        before = structs.replace(describe(server.state), worker_seconds=None, goodput=None)  # which grow
         for path in ("status", "watch", "worker", "nowhere"):
             async with server.client.get(f"{server.url}/v1/{path}", headers=headers) as answer:
                 assert answer.status == 401
@@ -53,7 +53,7 @@ def test_a_stranger_learns_and_changes_nothing(headers: dict[str, str]) -> None:
             with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
                 await server.client.ws_connect(f"{server.url}/v1/{path}", headers=headers)
             assert refusal.value.status == 401
-        assert structs.replace(describe(server.state), worker_seconds=None) == before
+        assert structs.replace(describe(server.state), worker_seconds=None, goodput=None) == before
 
     with_server(story)
 
@@ -119,11 +119,11 @@ def test_a_coordinator_without_a_token_is_none() -> None:
 def test_a_call_that_makes_no_sense_changes_nothing(path: str, body: bytes, code: int) -> None:
     async def story(server: Server) -> None:
         await server.worker("worker-0")
-        before = structs.replace(describe(server.state), worker_seconds=None)  # which grow
+        before = structs.replace(describe(server.state), worker_seconds=None, goodput=None)  # which grow
         async with server.client.post(f"{server.url}/v1/{path}", headers=RIGHT, data=body) as answer:
             assert answer.status == code
             assert (await answer.json())["message"]
-        assert structs.replace(describe(server.state), worker_seconds=None) == before
+        assert structs.replace(describe(server.state), worker_seconds=None, goodput=None) == before
 
     with_server(story)
 
@@ -175,13 +175,13 @@ def test_the_minimum_is_set_with_the_number_of_workers() -> None:
 )
 def test_who_does_not_say_hello_is_shown_out(first: bytes | None) -> None:
     async def story(server: Server) -> None:
-        before = structs.replace(describe(server.state), worker_seconds=None)  # which grow
+        before = structs.replace(describe(server.state), worker_seconds=None, goodput=None)  # which grow
         stream = await server.client.ws_connect(f"{server.url}/v1/worker", headers=RIGHT)
         if first is not None:
             await stream.send_bytes(first)
         assert await told(stream) is None
         assert stream.close_code in (1007, 1009)
-        assert structs.replace(describe(server.state), worker_seconds=None) == before
+        assert structs.replace(describe(server.state), worker_seconds=None, goodput=None) == before
 
     with_server(story, replace(SETTINGS, first_message=0.2))
 

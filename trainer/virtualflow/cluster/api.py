@@ -21,12 +21,12 @@ Object = dict[str, Any]
 
 
 @contextlib.contextmanager
-def said(what: str) -> Iterator[None]:
-    """Say in one sentence what the API server has against ``what``."""
+def said(what: str, *, forbidden: str = "") -> Iterator[None]:
+    """Say in one sentence what the API server has against ``what``; ``forbidden``: what else may be tried then."""
     try:
         yield
     except kubernetes.ApiException as error:
-        raise ConfigurationError(f"cannot {what}: {why(error)}") from None
+        raise ConfigurationError(f"cannot {what}: {why(error)}{forbidden * (error.status == 403)}") from None
     except urllib3.exceptions.HTTPError as error:
         raise VirtualFlowError(f"cannot {what}: the API server does not answer ({error})") from None
 

@@ -52,24 +52,30 @@ _GOOD: Mapping[str, str] = MappingProxyType(
 """Conditions that are as one would have them; of all others, ``False`` is."""
 _QUIET = frozenset({"NotFinished", "NotSuspended", "Finished", "AsWanted", "Starting", "Scaling", "RollingUpdate"})
 _EVENTS = 5
+UNSEEN = "no operator has seen it yet"
+OVER = ("Complete", "Failed")
+"""Phases upon which nothing follows."""
 
 
 def headline(body: Mapping[str, Any]) -> str:
     """How a job stands, in one line."""
     status = body.get("status") or {}
     if not status.get("phase"):
-        return f"{body['metadata']['name']}: no operator has seen it yet"
+        return f"{body['metadata']['name']}: {UNSEEN}"
+    parts = [f"{body['metadata']['name']}: {status['phase']}"]
+    if status.get("workers") and status["phase"] not in OVER:
+        parts.append(f"{status['workers']} workers train")
+    return ", ".join([*parts, *progress(body)])
+
+
+def progress(body: Mapping[str, Any]) -> list[str]:
+    """Where a training is, or how it has ended, in words."""
+    status = body.get("status") or {}
     step, total = status.get("step"), status.get("totalSteps")
     complete = [each["message"] for each in status.get("conditions") or () if each["type"] == "Complete"]
-    parts = [f"{body['metadata']['name']}: {status.get('phase', 'Pending')}"]
-    if status.get("workers") and status.get("phase") not in ("Complete", "Failed"):
-        parts.append(f"{status['workers']} workers train")
     if complete and status.get("phase") == "Complete":
-        parts.append(f"{complete[0][:1].lower()}{complete[0][1:].rstrip('.')}")
-    elif step is not None:
-        parts.append(describe_step(step, total))
-        parts += describe_rest(step, total, speed(body))
-    return ", ".join(parts)
+        return [f"{complete[0][:1].lower()}{complete[0][1:].rstrip('.')}"]
+    return [] if step is None else [describe_step(step, total), *describe_rest(step, total, speed(body))]
 
 
 def speed(body: Mapping[str, Any]) -> float:
@@ -95,16 +101,12 @@ def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: d
     status = body.get("status") or {}
     if not status.get("phase"):
         lines.append("  to do: see Nothing happens")
-    for condition in _telling(status.get("conditions") or ()):
+    for condition in telling(status.get("conditions") or ()):
         lines.append(f"  {condition['type']} {condition['status']}, {condition['reason']}: {condition['message']}")
         if condition["reason"] in ADVICE:
             lines.append(f"    to do: {ADVICE[condition['reason']]}")
-    change = status.get("lastChange")
-    if change:
-        size = (change["step"], change["to"], change["from"])
-        costs = (change.get("pauseMilliseconds"), change.get("repeatedSteps", 0), change.get("repeatedVirtualNodes", 0))
-        known = ChangeEntry(*size, change.get("cause", ""), change["reason"], *costs)
-        lines.append(f"  last change: {describe_change(known)}")
+    if change := last_change(status):
+        lines.append(f"  last change: {change}")
     warnings = [event for event in events if event.get("type") == "Warning"][-_EVENTS:]
     for event in warnings:
         times = f" ({event['count']} times)" if (event.get("count") or 1) > 1 else ""
@@ -112,7 +114,17 @@ def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: d
     return lines
 
 
-def _telling(conditions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def last_change(status: Mapping[str, Any]) -> str:
+    """The latest membership change in one line; empty: there was none."""
+    change = status.get("lastChange")
+    if not change:
+        return ""
+    size = (change["step"], change["to"], change["from"])
+    costs = (change.get("pauseMilliseconds"), change.get("repeatedSteps", 0), change.get("repeatedVirtualNodes", 0))
+    return describe_change(ChangeEntry(*size, change.get("cause", ""), change["reason"], *costs))
+
+
+def telling(conditions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Conditions that say something that is not plain: what is bad first."""
     told: dict[str, Mapping[str, Any]] = {}  # by message: tools want some of them a second time
     for each in conditions:

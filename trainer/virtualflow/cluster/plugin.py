@@ -95,7 +95,9 @@ def parser() -> Parser:
     )
     suspend.add_argument("--force", action="store_true", help="also if that loses its training; ask nothing")
     add("resume", _resume, "let a suspended job go on")
-    ui = add("ui", _ui, "open a way to the job's live page, for a browser of this machine, until Ctrl-C")
+    ui = add("ui", _ui, "show a job's live page, or all jobs, in a browser of this machine, until Ctrl-C", job=False)
+    ui.add_argument("job", metavar="JOB", nargs="?", help="its name (default: all jobs, each with a link to its page)")
+    ui.add_argument("-A", "--all-namespaces", action="store_true", help="jobs of all namespaces")
     ui.add_argument("--port", type=int, default=0, metavar="P", help="of this machine (default: any that is free)")
     wait = add("wait", _wait, "wait until a job is over; exit code 1 if it has failed")
     wait.add_argument("--timeout", type=float, metavar="S", help="for S seconds at most (default: as long as it takes)")
@@ -178,8 +180,22 @@ def _resume(client: Client, given: argparse.Namespace) -> int:
 def _ui(client: Client, given: argparse.Namespace) -> int:
     from virtualflow.cluster.tunnel import kubectl, show_page
 
-    command = kubectl(kubeconfig=given.kubeconfig, context=given.context)
-    show_page(client.job(given.job), command, given.port, lambda line: _say(line, flush=True))
+    def command() -> list[str]:
+        return kubectl(kubeconfig=given.kubeconfig, context=given.context)
+
+    def tell(line: str) -> None:
+        _say(line, flush=True)
+
+    def opened(address: str) -> None:
+        tell(f"{address}\nCtrl-C ends it.")
+
+    if given.job is None:
+        from virtualflow.cluster.jobs_page import Ways, serve
+
+        serve(client, given.all_namespaces, Ways(client, command), given.port, opened)
+    if given.all_namespaces:
+        raise ConfigurationError(f"say -n NAMESPACE for {given.job}, or leave it out for all jobs")
+    show_page(client.job(given.job), command(), given.port, opened, tell)
     return 0
 
 

@@ -41,14 +41,17 @@ def kubectl(*, kubeconfig: str | None, context: str | None) -> list[str]:
     return [program, *(f"{option}={value}" for option, value in options.items() if value is not None)]
 
 
-def show_page(job: Job, command: Sequence[str], port: int, tell: Callable[[str], None]) -> None:
+def show_page(
+    job: Job, command: Sequence[str], port: int, opened: Callable[[str], None], tell: Callable[[str], None]
+) -> None:
     """Keep a way open until the job is over; a coordinator that is replaced is found again, at the same port.
 
     Args:
         job: whose page.
         command: the beginning of a kubectl command.
         port: of this machine; 0: any that is free.
-        tell: told the address of the page, as soon as it can be opened.
+        opened: told the address of the page, as soon as somebody can look at it.
+        tell: told what happens to the way later.
 
     Raises:
         ConfigurationError: there is no coordinator, or it is out of this user's reach.
@@ -73,7 +76,7 @@ def show_page(job: Job, command: Sequence[str], port: int, tell: Callable[[str],
                         address = page_address(f"http://127.0.0.1:{port}", place.token, f"{job.namespace}/{job.name}")
                         if address != told:
                             told = address
-                            tell(f"{address}\nCtrl-C ends it.")
+                            opened(address)
                     said = line.strip() or said
             if not told:
                 raise VirtualFlowError(f"{place.pod} cannot be reached: {said}")
@@ -95,7 +98,7 @@ def _lines(command: Sequence[str], place: Coordinator, port: int) -> Generator[s
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread, and it only calls prctl
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - it only calls prctl, and that thread lasts as long
     )
     assert child.stdout is not None
     try:

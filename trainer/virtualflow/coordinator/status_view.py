@@ -78,6 +78,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         does_not_fit=history.does_not_fit,
         wanted_reason=job.wanted_reason,
         worker_seconds=history.goodput.own,
+        goodput=history.goodput.total.share,
         run=job.run,
         runs=job.runs[-BRIEF_RUNS:] if brief else job.runs,
         earlier_steps=job.earlier_steps,

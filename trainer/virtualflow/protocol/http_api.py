@@ -309,6 +309,8 @@ class Status(Base, frozen=True, tag=False):
     """``ScaleCall.reason`` of the latest call; ``None``: the coordinator does not know of reasons."""
     worker_seconds: WorkerSeconds | None = None
     """``None``: the coordinator does not count them."""
+    goodput: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """The share of the workers' time that went into steps that count, also under coordinators before this one."""
     run: RunNumber = 1
     """The run of the script that all of this is about."""
     runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=MAX_RUNS)] = ()

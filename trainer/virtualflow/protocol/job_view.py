@@ -287,6 +287,16 @@ def describe_nodes(first: int, last: int) -> str:
     return str(first) if last == first + 1 else f"{first}-{last - 1}"
 
 
+def describe_share(share: float) -> str:
+    """A goodput or the like, as in ``96.4 %``."""
+    return f"{100 * share:.1f} %"
+
+
+def describe_wanted(training: int, wanted: int) -> str:
+    """How many workers train, of how many."""
+    return f"{training} of {wanted} wanted"
+
+
 def describe_pace(now: ViewNow) -> list[str]:
     pace = [fact.said for fact in now.facts if fact.name in ("Speed", "Median step")]
     return pace + [f"{name} {value}" for name, value in now.metrics.items()]
@@ -313,7 +323,7 @@ def _facts_now(status: Status, now: float, speed: float) -> tuple[Fact, ...]:
         facts.append(Fact("Speed", f"{figure(speed)} steps/s"))
     facts += step_time(status.step_ms, status.predicted_step_ms)
     if (spent := status.worker_seconds) is not None and (share := spent.share) is not None:
-        facts.append(Fact("Goodput", f"{100 * share:.1f} %", f"of {duration(spent.paid)} of workers' time"))
+        facts.append(Fact("Goodput", describe_share(share), f"of {duration(spent.paid)} of workers' time"))
     changes = f"{_repeated(status)}, generation {status.generation}"
     facts.append(Fact("Membership changes", str(status.changes_total), changes))
     if (saved := status.checkpoint) is not None:
@@ -329,7 +339,7 @@ def _facts(status: Status, training: int) -> tuple[Fact, ...]:
     facts, memory = [], status.memory
     if status.phase not in ENDED:
         prepared = "" if status.proposed is None else f"generation {status.proposed} is being prepared"
-        facts.append(Fact("Workers", f"{training} of {status.wanted} wanted", prepared))
+        facts.append(Fact("Workers", describe_wanted(training, status.wanted), prepared))
     facts += nodes_fact(status.virtual_nodes, status.reproducibility)
     if memory is not None and memory.budgets:
         facts.append(Fact("Memory plans", f"{memory.planned} of {memory.budgets}", memory.plan))

@@ -31,7 +31,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Page:
-    """The page as it is served."""
+    """A page as it is served."""
 
     html: bytes
     policy: str
@@ -65,11 +65,21 @@ def drawing() -> Drawing:
 def build() -> Page:
     """Put the live page together."""
     curves = drawing()
-    style, script = curves.style + _read("page.css"), curves.basics + curves.script + _script("page.js")
-    html = _read("page.html")
-    for place, content in (("STYLE", style), ("LIBRARY", curves.library), ("SCRIPT", script)):
+    script = curves.basics + curves.script + _script("asking.js") + _script("page.js")
+    return _page("page.html", curves.style + _read("page.css"), LIBRARY=curves.library, SCRIPT=script)
+
+
+def jobs_page() -> Page:
+    """Put the page of all jobs together."""
+    style = _read("look.css") + _read("jobs.css")
+    return _page("jobs.html", style, SCRIPT=drawing().basics + _script("asking.js") + _script("jobs.js"))
+
+
+def _page(name: str, style: str, **scripts: str) -> Page:
+    html = _read(name)
+    for place, content in {"STYLE": style, **scripts}.items():
         html = html.replace(f"/*{place}*/", content)
-    return Page(html.encode(), f"{policy(style, curves.library, script)}; frame-ancestors 'none'")
+    return Page(html.encode(), f"{policy(style, *scripts.values())}; frame-ancestors 'none'")
 
 
 def policy(style: str, *scripts: str, attributes: bool = False) -> str:

@@ -1,7 +1,6 @@
 // The live page of a job. Nothing here grows: nodes are made once and changed in place, lists are as long as what the
 // coordinator sends, and that is bounded, and in its words.
 
-const PATIENCE = 15000, FIRST_RETRY = 1000, LAST_RETRY = 15000;
 const HOW = "Open the address that virtualflow run --web or kubectl vf ui JOB has printed: it bears the token of this page.";
 
 // --- the job ---------------------------------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ async function readLog(worker) {
   find("log").hidden = !worker;
   if (!worker) return;
   write(find("logged"), worker);
-  const lines = find("lines"), answer = await get(`v1/log?worker=${encodeURIComponent(worker)}`, sessionStorage.getItem("token"));
+  const lines = find("lines"), answer = await get(`v1/log?worker=${encodeURIComponent(worker)}`);
   if (logOf !== worker || answer === null || answer.status === 429) return;
   const last = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
   set(lines, "class", answer.ok ? "" : "reason");
@@ -198,41 +197,12 @@ function show(view) {
   showCurves(now, log, series);
   speak(now, log);
   write(find("foot"), `As of ${calendar.format(new Date(1000 * now.time))}, ${moment(now.time, now.time)}. Read only. virtualflow ${job.version}.`);
-}
-
-function complain(sentence) {
-  const trouble = find("trouble");
-  trouble.hidden = !sentence;
-  write(trouble, sentence);
-}
-
-const sleep = (time) => new Promise((wake) => { setTimeout(wake, time); });
-
-function visible() {
-  if (!document.hidden) return Promise.resolve();
-  return new Promise((wake) => { document.addEventListener("visibilitychange", wake, {once: true}); });
-}
-
-// The answer; null: nobody answers.
-async function get(address, token) {
-  try {
-    return await fetch(address, {headers: {Authorization: `Bearer ${token}`}, cache: "no-store", signal: AbortSignal.timeout(PATIENCE)});
-  } catch {
-    return null;
-  }
-}
-
-// The status of the answer, and the view; null: nobody answers.
-async function ask(token) {
-  const answer = await get(`v1/view?have=${encodeURIComponent(shown.have)}`, token);
-  try {
-    return answer && {status: answer.status, view: answer.ok ? await answer.json() : null};
-  } catch {
-    return null;
-  }
+  if (logOf) readLog(logOf);
+  return {over: now.over, trouble: "", rest: 0};
 }
 
 function explain(answer) {
+  if (shown.now) showPhase(shown.now, `no news since ${moment(shown.now.time, Date.now() / 1000)}`);
   if (answer === null) {
     return shown.now ? "The coordinator does not answer. What you see is the latest that it said." : "The coordinator does not answer.";
   }
@@ -240,46 +210,6 @@ function explain(answer) {
   return `The coordinator refuses (${answer.status}).`;
 }
 
-function takeToken() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  if (given.get("token")) {
-    sessionStorage.setItem("token", given.get("token"));
-    sessionStorage.setItem("job", given.get("job") || "");
-    history.replaceState(null, "", location.pathname);
-  }
-  jobName = sessionStorage.getItem("job") || "";
-  return sessionStorage.getItem("token");
-}
-
-async function follow() {
-  const token = takeToken();
-  if (!token) {
-    complain(`This page has no token. ${HOW}`);
-    return;
-  }
-  let retry = FIRST_RETRY;
-  for (;;) {
-    await visible();
-    const answer = await ask(token);
-    if (answer !== null && answer.view) {
-      show(answer.view);
-      complain("");
-      if (logOf) readLog(logOf);
-      if (shown.now.over) return;
-      retry = FIRST_RETRY;
-    } else if (answer !== null && (answer.status === 401 || answer.status === 403)) {
-      sessionStorage.removeItem("token");
-      complain(`The token is wrong. ${HOW}`);
-      return;
-    } else {
-      complain(explain(answer));
-      if (shown.now) showPhase(shown.now, `no news since ${moment(shown.now.time, Date.now() / 1000)}`);
-      await sleep(retry);
-      retry = Math.min(2 * retry, LAST_RETRY);
-    }
-  }
-}
-
 explainWords();
-window.addEventListener("hashchange", () => { if (location.hash.includes("token=")) location.reload(); });
-follow();
+jobName = takeFragment("token", "job").job;
+follow(() => `v1/view?have=${encodeURIComponent(shown.have)}`, show, explain, HOW);
