@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -254,8 +254,21 @@ def _write(path: Path, measured: Mapping[str, Measures]) -> None:
 
 # --- pictures: who had how many units when, and how long the jobs took ------------------------------------------------
 #
-# They need matplotlib, which is an extra.
+# They need matplotlib, which is an extra. All plots of the project have their style.
 
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f81f7", "#d4742c", "#2da44e", "#a371f7", "#8b949e"
+INK = "#7d8590"
+"""Of all that is written: grey enough for both backgrounds."""
+STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "savefig.transparent": True,
+    "savefig.dpi": 110,
+}
+"""``rcParams`` of matplotlib."""
 NAMED = 20
 """With more jobs than that, a legend and edges would hide the picture."""
 POINTS = 2_000
@@ -269,23 +282,26 @@ def draw(results: Mapping[str, Result], directory: Path) -> list[Path]:
         ConfigurationError: matplotlib is missing, or the directory cannot be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure as _Figure
     except ModuleNotFoundError:
         raise ConfigurationError(
             "the plots need matplotlib, not installed here; run: pip install 'virtualflow[plots]', or leave out --plots"
         ) from None
-    pictures = {
-        "allocation.png": _allocation(results, _Figure(figsize=(9, 2.6 * len(results)), layout="constrained")),
-        "completion.png": _completion(results, _Figure(figsize=(7, 4), layout="constrained")),
-    }
     written = []
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, figure in pictures.items():
-            figure.savefig(directory / name, dpi=120)
-            written.append(directory / name)
-    except OSError as error:
-        raise ConfigurationError(f"--plots {directory}: {error.strerror}; give a directory to write to") from None
+    with rc_context(STYLE):
+        pictures = {
+            "allocation.png": _allocation(results, _Figure(figsize=(9, 2.6 * len(results)), layout="constrained")),
+            "completion.png": _completion(results, _Figure(figsize=(7, 4), layout="constrained")),
+        }
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, figure in pictures.items():
+                figure.savefig(directory / name)
+                written.append(directory / name)
+        except OSError as error:
+            sentence = f"--plots {directory}: {error.strerror}; give a directory to write to"
+            raise ConfigurationError(sentence) from None
     return written
 
 
@@ -293,7 +309,7 @@ def _allocation(results: Mapping[str, Result], figure: Figure) -> Figure:
     last = max((outcome.finished or 0.0 for result in results.values() for outcome in result.outcomes), default=0.0)
     from matplotlib import colormaps
 
-    colours = colormaps["tab20"](range(20))
+    colours = colormaps["tab20"]([*range(0, 20, 2), *range(1, 20, 2)])  # strong ones first: neighbours differ
     axes_of_all = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, result) in zip(axes_of_all, results.items(), strict=True):
         first = min(outcome.job.time for outcome in result.outcomes)
@@ -302,10 +318,12 @@ def _allocation(results: Mapping[str, Result], figure: Figure) -> Figure:
         hours = [time / 3_600 for time in times]
         edges = {"linewidth": 0.3, "edgecolor": "white"} if len(rows) <= NAMED else {"linewidth": 0}
         axes.stackplot(hours, rows, step="post", colors=colours, **edges)
-        axes.plot(hours, _at(times, result.capacity, 1), drawstyle="steps-post", color="black", linewidth=1)
+        capacity = _at(times, result.capacity, 1)
+        axes.plot(hours, capacity, drawstyle="steps-post", color=INK, linewidth=1.2, linestyle="--")
+        axes.annotate("capacity", (hours[-1], capacity[-1]), (0, 3), textcoords="offset points", ha="right", fontsize=8)
         axes.set_title(name, loc="left", fontsize=10)
-        axes.set_ylabel("units")
-    axes_of_all[-1].set_xlabel("hours (one colour a job; the line is the capacity)")
+        axes.set_ylabel("units in use")
+    axes_of_all[-1].set_xlabel("hours; one colour a job")
     return figure
 
 
@@ -330,14 +348,17 @@ def _at(times: list[float], changes: tuple[tuple[float, int], ...], units: int) 
 
 def _completion(results: Mapping[str, Result], figure: Figure) -> Figure:
     axes = figure.subplots()
+    axes.set_prop_cycle(color=(BLUE, ORANGE, GREEN, PURPLE, GREY))
     for name, result in results.items():
         ended = sorted(outcome.completion for outcome in result.outcomes if outcome.completion is not None)
         share = [(index + 1) / len(result.outcomes) for index in range(len(ended))]
         axes.step([0.0, *(seconds / 60 for seconds in ended)], [0.0, *share], where="post", label=name)
-    axes.set_xlabel("completion time, minutes (arrival to end)")
-    axes.set_ylabel("part of the jobs")
-    axes.set_ylim(0, 1)
+    axes.set_xlabel("completion time in minutes, from arrival to end: further left is better")
+    axes.set_ylabel("share of the jobs that have ended")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.02)
     if len(ended) > NAMED:
         axes.set_xscale("symlog", linthresh=1)
-    axes.legend(frameon=False)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.legend()
     return figure
