@@ -38,8 +38,10 @@ def test_the_way_of_each_bucket_is_printed_with_its_reasons(tmp_path: Path) -> N
     done = explain(tmp_path, width=8)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "step 2: 2 workers that contribute 1, 1 sums, 1 bucket"
-    assert "assumed, since so little is not measured" in lines[1]
+    verdict = "288 B of gradients travel in a step, by gather, none of it beside the backward pass; predicted: "
+    assert lines[0].startswith(verdict)
+    assert lines[2] == "step 2: 2 workers that contribute 1, 1 sums, 1 bucket"
+    assert "assumed, since so little is not measured" in lines[3]
     assert "bucket 1: 288 B of float32 (bias, weight)" in lines
     assert any(line.startswith("  gather, behind the step headers; predicted to be the fastest") for line in lines)
     assert any("no further overlap: all buckets together are predicted to save" in line for line in lines)
@@ -86,6 +88,8 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_report(tmp_path / "report", report)
     assert read_report(tmp_path / "report") == report
     text = describe_exchange(report)
+    verdict = "3.00 MiB of gradients travel in a step, by gather, all of it beside the backward pass; predicted: 1 ms"
+    assert text.splitlines()[0] == verdict
     assert "2 workers that contribute 2, 1 sums" in text
     assert "beside a backward pass 25% of that is hidden" in text
     assert "bucket 1: 3.00 MiB of float32 (a, b, c and 1 more)" in text

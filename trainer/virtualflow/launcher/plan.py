@@ -101,7 +101,7 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
         return 0
     parts = [describe_fits(each.device, each.batch, each.budget, each.fits, settings) for each in answer.memory]
     if answer.advice is not None:
-        parts.append("\n".join([describe_advice(answer.advice), *answer.left_out]))
+        parts.insert(0, "\n".join([describe_advice(answer.advice), *answer.left_out]))
     elif program is not None:
         first = answer.memory[0]  # that of the script
         device = arguments.device or str(first.budget.device)
@@ -319,29 +319,43 @@ def _named(what: str, row: int, name: str) -> dict[str, Any]:
 
 # What ``virtualflow plan`` says, for people. Pure.
 
+_COLUMNS = (
+    ("virtual", "nodes", 7),
+    ("samples", "each", 7),
+    ("memory", "to keep all", 11),
+    ("memory", "at least", 9),
+    ("blocks", "kept", 6),
+    ("blocks", "swapped", 7),
+    ("blocks", "recomputed", 10),
+    ("memory", "at its peak", 11),
+    ("memory", "on the host", 11),
+    ("time of a", "virtual node", 12),
+    ("time of a step", "of one device", 14),
+)
+"""Headings of two lines, and widths."""
 _SIGNS = {"forward": "f", "recompute": "r", "backward": "b", "swap-out": "o", "swap-in": "i"}
 
 
 def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], settings: LauncherSettings) -> str:
     """The table of the numbers of virtual nodes, and the plan of the fastest of them."""
-    host = "as much of the host's as is needed" if budget.host is None else f"{format_bytes(budget.host)} of the host's"
+    room, smallest = format_bytes(budget.device), next(fit for fit in fits if fit.plan is not None)
+    fastest, plan = fastest_of(fits)
+    number = counted(fastest.virtual_nodes, "virtual node")
+    where = f"with {number}"
+    if len(fits) > 1:
+        first = counted(smallest.virtual_nodes, "virtual node")
+        where = f"from {first} on; the step is shortest with {fastest.virtual_nodes}"
+    step = milliseconds(1e3 * plan.seconds * fastest.virtual_nodes)
+    host = "as much on the host as is needed" if budget.host is None else f"{format_bytes(budget.host)} on the host"
     lines = [
-        f"{device}: a batch of {batch} in {format_bytes(budget.device)} of its memory, and {host}; "
-        f"the optimizer's state is on the {budget.optimizer}",
-        f"{'virtual nodes':>13}  {'samples each':>12}  {'to keep all':>11}  {'at least':>9}  {'kept':>5} "
-        f"{'swapped':>7} {'recomputed':>10}  {'peak':>9}  {'on the host':>11}  {'virtual node':>12}  "
-        f"{'step of one device':>18}",
+        f"{device}: a batch of {batch} fits into {room} {where}: {step} on one device",
+        f"memory: {room} on the device, {host}; the optimizer's state is on the {budget.optimizer}",
+        "",
+        "  ".join(f"{first:>{width}}" for first, _, width in _COLUMNS),
+        "  ".join(f"{second:>{width}}" for _, second, width in _COLUMNS),
     ]
     lines += [_row(fit) for fit in fits]
-    planned = [(fit, fit.plan) for fit in fits if fit.plan is not None]
-    smallest, _ = planned[0]
-    fastest, plan = fastest_of(fits)
-    if len(planned) > 1:
-        lines.append(
-            f"the smallest number of virtual nodes that fits is {smallest.virtual_nodes}; the step is shortest with "
-            f"{fastest.virtual_nodes}"
-        )
-    lines += ["", f"with {counted(fastest.virtual_nodes, 'virtual node')}: {plan.reason}"]
+    lines += ["", f"with {number}: {plan.reason}"]
     return "\n".join([*lines, *describe_plan(plan), *draw(plan.timeline, settings.plan_width)])
 
 
@@ -408,16 +422,15 @@ def describe_advice(advice: Advice) -> str:
     if advice.everything is not None:
         rows.append(("all of them", advice.everything))
     rows += [("one type alone", each) for each in advice.alone]
-    lines = [f"{'':<15} {'devices':<28} {'virtual nodes each':<28} {'fused':<10} {'computing of a step':>19}"]
-    lines += [_division(name, division) for name, division in rows]
-    return "\n".join([*lines, advice.reason])
+    head = f"{'':<15} {'devices':<28} {'virtual nodes each':<28} {'fused':<10} {'computing time of a step':>24}"
+    return "\n".join([advice.reason, "", head, *(_division(name, division) for name, division in rows)])
 
 
 def _division(name: str, division: Division) -> str:
     devices = " + ".join(f"{len(share.virtual_nodes)} {share.name}" for share in division.shares)
     nodes = ", ".join(_counts(share.virtual_nodes) for share in division.shares)
     fused = ", ".join(str(share.fused) for share in division.shares)
-    return f"{name:<15} {devices:<28} {nodes:<28} {fused:<10} {milliseconds(1e3 * division.seconds):>19}"
+    return f"{name:<15} {devices:<28} {nodes:<28} {fused:<10} {milliseconds(1e3 * division.seconds):>24}"
 
 
 def _counts(virtual_nodes: Sequence[int]) -> str:
@@ -426,15 +439,12 @@ def _counts(virtual_nodes: Sequence[int]) -> str:
 
 
 def _row(fit: Fit) -> str:
-    start = (
-        f"{fit.virtual_nodes:>13}  {fit.micro_batch:>12}  {format_bytes(fit.keep_bytes, up=True):>11}  "
-        f"{format_bytes(fit.smallest_bytes, up=True):>9}  "
-    )
+    cells = [str(fit.virtual_nodes), str(fit.micro_batch)]
+    cells += [format_bytes(size, up=True) for size in (fit.keep_bytes, fit.smallest_bytes)]
     plan = fit.plan
-    if plan is None:
-        return f"{start}does not fit"
-    return (
-        f"{start}{plan.count(Action.KEEP):>5} {plan.count(Action.SWAP):>7} {plan.count(Action.RECOMPUTE):>10}  "
-        f"{format_bytes(plan.peak_bytes, up=True):>9}  {format_bytes(plan.host_bytes, up=True):>11}  "
-        f"{milliseconds(1e3 * plan.seconds):>12}  {milliseconds(1e3 * plan.seconds * fit.virtual_nodes):>18}"
-    )
+    if plan is not None:
+        cells += [str(plan.count(action)) for action in (Action.KEEP, Action.SWAP, Action.RECOMPUTE)]
+        cells += [format_bytes(size, up=True) for size in (plan.peak_bytes, plan.host_bytes)]
+        cells += [milliseconds(1e3 * seconds) for seconds in (plan.seconds, plan.seconds * fit.virtual_nodes)]
+    shown = "  ".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, _COLUMNS, strict=False))
+    return shown if plan is not None else f"{shown}  does not fit"

@@ -169,6 +169,8 @@ def describe_exchange(report: ExchangeReport) -> str:
         return "one worker: nothing travels; ask for more by --workers"
     sums = ", ".join(map(str, report.rows))
     lines = [
+        _verdict(report),
+        "",
         f"step {report.step}: {counted(workers, 'worker')} that contribute {sums} sums, "
         f"{counted(len(report.buckets), 'bucket')}",
         _describe_network(report),
@@ -176,6 +178,17 @@ def describe_exchange(report: ExchangeReport) -> str:
     for number, bucket in enumerate(report.buckets, 1):
         lines += ["", *_describe_bucket(number, bucket)]
     return "\n".join(lines)
+
+
+def _verdict(report: ExchangeReport) -> str:
+    """What a step sends and what that should cost, in one sentence."""
+    whole = sum(bucket.bytes for bucket in report.buckets)
+    beside = sum(bucket.bytes for bucket in report.buckets if bucket.overlapped)
+    ways = " and ".join(dict.fromkeys(bucket.way for bucket in report.buckets))
+    share = "none" if not beside else "all" if beside == whole else f"{beside / whole:.0%}"
+    sentence = f"{format_bytes(whole)} of gradients travel in a step, by {ways}, {share} of it beside the backward pass"
+    known = [bucket.predicted[bucket.way] for bucket in report.buckets if bucket.way in bucket.predicted]
+    return f"{sentence}; predicted: {milliseconds(1e3 * sum(known))}" if len(known) == len(report.buckets) else sentence
 
 
 def _describe_network(report: ExchangeReport) -> str:
