@@ -6,7 +6,7 @@ python docs/generate_resource.py > docs/reference/resource.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ COLUMNS = """\
 |---|---|---|
 """
 
+FIRST = ("workerGroups", "virtualNodes", "replicas", "minReplicas", "checkpoint")
+"""Fields of a job that most have; the others are folded."""
+FIRST_OF_STATUS = ("phase", "conditions", "workers", "step", "digest")
+
 TABLE = "| field | type | meaning |\n|---|---|---|\n"
 
 
@@ -79,7 +83,7 @@ def generate(crd: Mapping[str, Any]) -> str:
             name=name["description"],
             pattern=name["pattern"],
         ),
-        f"## spec\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row)),
+        f"## spec\n\n{spec['description']}\n\n" + "".join(_tables(spec, _spec_row, first=FIRST)),
         RULES + "\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
         SCALE.format(
             short=names["shortNames"][0],
@@ -87,7 +91,7 @@ def generate(crd: Mapping[str, Any]) -> str:
             have=scale["statusReplicasPath"].lstrip("."),
             selector=scale["labelSelectorPath"].lstrip("."),
         ),
-        f"## status\n\n{status['description']}\n\n" + "".join(_tables(status, TABLE, _status_row)),
+        f"## status\n\n{status['description']}\n\n" + "".join(_tables(status, _status_row, first=FIRST_OF_STATUS)),
         _conditions(status["properties"]["conditions"]),
         COLUMNS + "".join(_columns(version["additionalPrinterColumns"])),
     ]
@@ -121,26 +125,34 @@ def generate_queue(crd: Mapping[str, Any]) -> str:
             kind=names["kind"],
             short=names["shortNames"][0],
         ),
-        f"### spec of a queue\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row, "####")),
+        f"### spec of a queue\n\n{spec['description']}\n\n" + "".join(_tables(spec, _spec_row, "####")),
         "### Rules of a queue\n\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
         f"### status of a queue\n\n{status['description']} Its condition `Ready` has the reasons of\n"
-        "[the list](reasons.md#of-a-queue).\n\n" + "".join(_tables(status, TABLE, _status_row, "####")),
+        "[the list](reasons.md#of-a-queue).\n\n" + "".join(_tables(status, _status_row, "####")),
     ]
     return "\n".join(parts)
 
 
-def _tables(schema: Schema, head: str, row: RowWriter, level: str = "###") -> Iterator[str]:
-    """A table of the fields of ``schema`` itself, then one for each of them that has fields, under a heading."""
+def _tables(schema: Schema, row: RowWriter, level: str = "###", *, first: Sequence[str] = ()) -> Iterator[str]:
+    """A table of the fields of ``schema`` itself, then one for each of them that has fields, under a heading.
+
+    Of the fields themselves all but the ``first`` are folded, if some are named.
+    """
     required = schema.get("required", [])
-    yield head
-    for key, field in schema["properties"].items():
-        yield row(key, field, key in required)
+    rows = {key: row(key, field, key in required) for key, field in schema["properties"].items()}
+    yield TABLE
+    yield from (rows.pop(key) for key in first)
+    if first:
+        yield f'\n<details markdown="1">\n<summary>{len(rows)} more fields</summary>\n\n{TABLE}'
+    yield from rows.values()
+    if first:
+        yield "\n</details>\n"
     for key, field in schema["properties"].items():
         if key == "conditions":
             continue  # they have a section of their own
         inner = field.get("items", field)
         if inner.get("properties") and not _selects(inner):
-            yield f"\n{level} {key}{'[]' if 'items' in field else ''}\n\n{head}"
+            yield f"\n{level} {key}{'[]' if 'items' in field else ''}\n\n{TABLE}"
             yield from (row(*below) for below in _fields(inner, ""))
 
 

@@ -6,6 +6,7 @@ are run by ``tests/trainer/test_documents.py``.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import importlib
@@ -118,6 +119,13 @@ def test_a_documented_command_is_understood(command: str) -> None:
     assert callable(parsed.action)
     if getattr(parsed, "schedule", None):
         assert parse_schedule(parsed.schedule)
+
+
+def test_every_command_has_a_row_in_the_tables_of_commands() -> None:
+    actions = cli.parser(LauncherSettings())._actions
+    (known,) = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
+    rows_of = re.findall(r"^\| \[`virtualflow ([a-z]+)`\]", (ROOT / "docs/reference/cli.md").read_text(), re.MULTILINE)
+    assert sorted(rows_of) == sorted(known)
 
 
 def usage(command: str) -> str:
@@ -415,6 +423,11 @@ def test_a_page_that_the_code_names_exists(source: Path) -> None:
     named_pages = {name.rpartition("/")[2] for text in texts for name in re.findall(r"\bdocs/([a-z/-]+\.md)", text)}
     assert named_pages - pages == set()
     assert len(pages - {"README.md"}) == len(PAGES), "two pages have the same name"
+
+
+def test_the_wheel_that_documents_install_is_the_one_that_is_built() -> None:
+    wheels = [name for document in DOCUMENTS for name in re.findall(r"[\w./-]+\.whl", document.read_text())]
+    assert set(wheels) == {f"dist/virtualflow-{virtualflow.__version__}-py3-none-any.whl"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named_after_place)
