@@ -32,7 +32,7 @@ test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" sele
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
-	@$(BIN)/python -c 'import datasets, lightning, mlflow, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,integrations]' -c constraints.txt
+	@$(BIN)/python -c 'import datasets, lightning, mlflow, nbclient, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,integrations]' -c constraints.txt
 	@$(BIN)/python -m pytest --nightly -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-versions: $(STAMP) ## run what computes on the oldest and newest torch, Python 3.13 and the newest integrations; VERSIONS="2.6.0"

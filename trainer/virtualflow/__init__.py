@@ -17,6 +17,7 @@ from virtualflow._version import __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError, show_errors_plainly
 
 if TYPE_CHECKING:
+    from virtualflow.launcher.registry import live_page
     from virtualflow.memory.activations import Memory
     from virtualflow.reduction.settings import Exchange
     from virtualflow.state import CheckpointPolicy
@@ -39,6 +40,7 @@ __all__ = [
     "__version__",
     "elastic",
     "evaluate",
+    "live_page",
 ]
 
 _LAZY = {
@@ -50,6 +52,7 @@ _LAZY = {
     "Step": "virtualflow.worker.step",
     "elastic": "virtualflow.worker.entry",
     "evaluate": "virtualflow.worker.evaluation",
+    "live_page": "virtualflow.launcher.registry",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import json
 import os
 import signal
@@ -232,13 +233,18 @@ def looks(address: str) -> str:
         return str(json.load(answer)["now"]["phase"])
 
 
-@contextlib.contextmanager
-def showing(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``kubectl vf ui`` with a kubectl whose coordinators run in ``folder``: its process and the address it prints."""
+def forwarding(folder: Path) -> None:
+    """Put a kubectl there that forwards to coordinators of its own."""
     kubectl = folder / "kubectl"
     calls, ready = str(folder / "calls"), str(folder / "ready")
     kubectl.write_text(FORWARDS.format(python=sys.executable, calls=calls, ready=ready))
     kubectl.chmod(0o755)
+
+
+@contextlib.contextmanager
+def showing(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``kubectl vf ui`` with a kubectl whose coordinators run in ``folder``: its process and the address it prints."""
+    forwarding(folder)
     trainer = str(Path(__file__).parents[3] / "trainer")
     path = f"{folder}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": trainer, ENV_TOKEN: TOKEN}
@@ -413,6 +419,28 @@ def test_jobs_beyond_the_bound_are_counted_out_and_lists_come_in_parts(
     jobs.look()
     view = jobs.view("")
     assert (len(view.jobs), view.counted) == (3, "the first 3 jobs of all namespaces: 3 Pending")
+
+
+def test_the_cell_of_the_example_notebook_shows_a_job_of_a_cluster(
+    client: Client, kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.submit(manifest("digits"))
+    write_status(client, "digits", phase="Running", coordinator="digits-coordinator-0")
+    add_coordinator(client, "digits", "digits-coordinator-0")
+    forwarding(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv(ENV_TOKEN, TOKEN)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    cells = json.loads((Path(__file__).parents[3] / "examples/notebook.ipynb").read_text())["cells"]
+    (source,) = ["".join(cell["source"]) for cell in cells if "cluster" in cell["metadata"].get("tags", ())]
+    before, _, last = source.rpartition("\n")
+    names: dict[str, Any] = {}
+    exec(f"{before}\npage = {last}", names)
+    page = names["page"]
+    assert looks(page.address) == "waiting"
+    assert f'<iframe src="{html.escape(page.address)}"' in page._repr_html_()
+    client.job("digits").delete()  # with which the way ends
+    names["client"].close()
 
 
 def test_where_there_is_no_page_one_sentence_says_why(

@@ -19,6 +19,7 @@ from virtualflow.cluster.job import Job, deadline_after
 from virtualflow.cluster.logs import Line
 from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.live_view import LivePage
 from virtualflow.protocol.settings import MAX_MANIFEST
 
 
@@ -39,6 +40,7 @@ class Client:
         self, *, kubeconfig: str | Path | None = None, context: str | None = None, namespace: str | None = None
     ) -> None:
         file = None if kubeconfig is None else str(kubeconfig)
+        self._file, self._context = file, context
         try:
             self.api = kubeconfigs.new_client_from_config(file, context)
             self.namespace = namespace or _namespace_of(file, context)
@@ -148,6 +150,32 @@ class Client:
                     GROUP, VERSION, self.namespace, PLURAL, _request_timeout=REQUEST_SECONDS
                 )
         return sorted((self._job(item) for item in found["items"]), key=lambda job: (job.namespace, job.name))
+
+    def live_page(self, name: str, *, height: int = 700) -> LivePage:
+        """The live page of a job, for a notebook: a cell's value shows it, as long as this process and the job last.
+
+        The way there is ``kubectl port-forward``, so the browser must be on this machine, too, or reach its ports.
+
+        Args:
+            name: of the job.
+            height: in pixels.
+
+        Raises:
+            VirtualFlowError: no coordinator runs, or it is out of this user's reach; the message says why.
+        """
+        from virtualflow.cluster.tunnel import Way
+
+        return LivePage(Way(self.job(name), self.kubectl).address(), height)
+
+    def kubectl(self) -> list[str]:
+        """The beginning of a kubectl command to the same cluster.
+
+        Raises:
+            ConfigurationError: there is no kubectl.
+        """
+        from virtualflow.cluster.tunnel import kubectl
+
+        return kubectl(kubeconfig=self._file, context=self._context)
 
     def _create(self, body: Object) -> Job:
         namespace = self.namespace_for(body)

@@ -25,7 +25,7 @@ from virtualflow.cluster.api import GROUP, PLURAL, REQUEST_SECONDS, VERSION, sai
 from virtualflow.cluster.client import Client
 from virtualflow.cluster.job import Job
 from virtualflow.cluster.tables import JobLine, job_line
-from virtualflow.cluster.tunnel import show_page
+from virtualflow.cluster.tunnel import Way
 from virtualflow.coordinator.page.files import jobs_page
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.messages import Base, encode
@@ -43,8 +43,6 @@ VIEWERS = 32
 """Requests of pages at a time."""
 PAGES = 16
 """Live pages to which ways are open at a time."""
-OPENING = 45.0
-"""Seconds until a way to a live page must be open."""
 
 
 class JobsView(Base, frozen=True, tag=False):
@@ -180,43 +178,16 @@ def _key(body: dict[str, Any]) -> tuple[str, str]:
     return str(body["metadata"]["namespace"]), str(body["metadata"]["name"])
 
 
-class _Way:
-    """A way to the live page of one job, in a thread that keeps it open."""
-
-    def __init__(self, job: Job, command: Callable[[], list[str]]) -> None:
-        self._job, self._command = job, command
-        self._told = threading.Event()
-        self._answer: dict[str, str] = {"sentence": f"The way to the page of {job.name} does not open."}
-        self.thread = threading.Thread(target=self._keep, name=f"way to {job.name}", daemon=True)
-        self.thread.start()
-
-    def answer(self) -> dict[str, str]:
-        self._told.wait(OPENING)
-        return self._answer
-
-    def _keep(self) -> None:
-        try:
-            show_page(self._job.refresh(), self._command(), 0, self._found, lambda line: None)
-        except VirtualFlowError as error:
-            self._answer = {"sentence": f"{error}."}
-        self._told.set()
-
-    def _found(self, address: str) -> None:
-        self._answer = {"address": address}
-        self._told.set()
-
-
 class Ways:
     """Ways to live pages, each opened when it is asked for first.
 
     Args:
         client: of the cluster.
-        command: makes the beginning of a kubectl command.
     """
 
-    def __init__(self, client: Client, command: Callable[[], list[str]]) -> None:
-        self._client, self._command = client, command
-        self._lock, self._ways = threading.Lock(), dict[tuple[str, str], _Way]()
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock, self._ways = threading.Lock(), dict[tuple[str, str], Way]()
 
     def answer(self, namespace: str, name: str) -> dict[str, str]:
         """The ``address`` of a job's live page, or a ``sentence`` why there is none."""
@@ -227,9 +198,12 @@ class Ways:
                 return {"sentence": f"{PAGES} live pages are open already; kubectl vf ui {name} opens another one."}
             if key not in self._ways:
                 job = Job(self._client.api, {"metadata": {"namespace": namespace, "name": name}})
-                self._ways[key] = _Way(job, self._command)
+                self._ways[key] = Way(job, self._client.kubectl)
             way = self._ways[key]
-        return way.answer()
+        try:
+            return {"address": way.address()}
+        except VirtualFlowError as error:
+            return {"sentence": f"{error}."}
 
 
 class JobsServer(ThreadingHTTPServer):

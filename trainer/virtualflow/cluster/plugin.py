@@ -178,10 +178,7 @@ def _resume(client: Client, given: argparse.Namespace) -> int:
 
 
 def _ui(client: Client, given: argparse.Namespace) -> int:
-    from virtualflow.cluster.tunnel import kubectl, show_page
-
-    def command() -> list[str]:
-        return kubectl(kubeconfig=given.kubeconfig, context=given.context)
+    from virtualflow.cluster.tunnel import show_page
 
     def tell(line: str) -> None:
         _say(line, flush=True)
@@ -192,10 +189,10 @@ def _ui(client: Client, given: argparse.Namespace) -> int:
     if given.job is None:
         from virtualflow.cluster.jobs_page import Ways, serve
 
-        serve(client, given.all_namespaces, Ways(client, command), given.port, opened)
+        serve(client, given.all_namespaces, Ways(client), given.port, opened)
     if given.all_namespaces:
         raise ConfigurationError(f"say -n NAMESPACE for {given.job}, or leave it out for all jobs")
-    show_page(client.job(given.job), command(), given.port, opened, tell)
+    show_page(client.job(given.job), client.kubectl(), given.port, opened, tell)
     return 0
 
 

@@ -11,6 +11,7 @@ import re
 import select
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -25,6 +26,8 @@ LOOK = 5.0
 """Seconds of silence after which it is looked whether the job has that coordinator still: kubectl goes on forwarding to
 a pod that is gone until somebody connects."""
 STOP = 2.0
+OPENING = 45.0
+"""Seconds until a way must be open."""
 _FORWARDS = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
@@ -88,6 +91,45 @@ def show_page(
             return
         time.sleep(AGAIN)
         place = job.coordinator()
+
+
+class Way:
+    """A way to a job's live page, kept open by a thread until the job or this process is over.
+
+    Args:
+        job: whose page.
+        command: makes the beginning of a kubectl command.
+    """
+
+    def __init__(self, job: Job, command: Callable[[], list[str]]) -> None:
+        self._job, self._command = job, command
+        self._told = threading.Event()
+        self._address = ""
+        self._error = VirtualFlowError(f"the way to the page of {job.name} does not open")
+        self.thread = threading.Thread(target=self._keep, name=f"way to {job.name}", daemon=True)
+        self.thread.start()
+
+    def address(self) -> str:
+        """Where the page is, once it can be opened.
+
+        Raises:
+            VirtualFlowError: it cannot.
+        """
+        self._told.wait(OPENING)
+        if not self._address:
+            raise self._error
+        return self._address
+
+    def _keep(self) -> None:
+        try:
+            show_page(self._job.refresh(), self._command(), 0, self._found, lambda line: None)
+        except VirtualFlowError as error:
+            self._error = error
+        self._told.set()
+
+    def _found(self, address: str) -> None:
+        self._address = address
+        self._told.set()
 
 
 def _lines(command: Sequence[str], place: Coordinator, port: int) -> Generator[str | None, None, None]:

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,9 +20,12 @@ import msgspec
 
 from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.live_view import LivePage, page_address
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
+LOOK = 0.2
+"""Seconds between two looks for a job that is awaited."""
 _LARGEST = 64 << 10
 """Bytes of such a file."""
 
@@ -129,6 +133,31 @@ def find(name: str | None) -> RunningJob:
     if len(jobs) > 1:
         raise ConfigurationError(f"several jobs are running ({names}); say which one")
     return _reachable(jobs[0])
+
+
+def live_page(name: str | None = None, *, height: int = 700, wait: float = 30.0) -> LivePage:
+    """The live page of a job that ``virtualflow run`` runs on this machine, for a notebook: a cell's value shows it.
+
+    The browser must be on this machine, too, or reach its ports.
+
+    Args:
+        name: of the job; by default the only one.
+        height: in pixels.
+        wait: for so many seconds at most, if the job is only just starting.
+
+    Raises:
+        ConfigurationError: there is no such job by then, or there are several to choose from.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            job = find(name)
+        except ConfigurationError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(LOOK)
+        else:
+            return LivePage(page_address(job.url, job.token, job.name), height)
 
 
 def _reachable(job: RunningJob) -> RunningJob:

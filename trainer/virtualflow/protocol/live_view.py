@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass
+from html import escape
 from urllib.parse import urlencode
 
 import msgspec
@@ -40,6 +42,24 @@ def page_address(coordinator: str, token: str, job: str) -> str:
         coordinator: ``http://host:port``.
     """
     return f"{coordinator}{PAGE_PATH}#{urlencode({'token': view_token(token), 'job': job})}"
+
+
+@dataclass(frozen=True)
+class LivePage:
+    """A job's live page as a notebook shows it: the value of a cell becomes the page.
+
+    Args:
+        address: of the page, with its token.
+        height: in pixels, of the frame that it is in.
+    """
+
+    address: str
+    height: int
+
+    def _repr_html_(self) -> str:
+        source = escape(self.address)
+        style = f"width:100%;height:{self.height}px;border:1px solid #8886"
+        return f'<iframe src="{source}" title="The live page of a job" style="{style}"></iframe>'
 
 
 class ViewSeries(Base, frozen=True, tag=False):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 _FOLDER = files(__package__)
+_FRAMES = "http://localhost:* http://127.0.0.1:*"
+"""Who may show a page in a frame: notebooks of the same machine. There is nothing on a page that acts."""
 
 WORDS = {
     "bitwise": "a job with the same bits for any workers",
@@ -79,7 +81,7 @@ def _page(name: str, style: str, **scripts: str) -> Page:
     html = _read(name)
     for place, content in {"STYLE": style, **scripts}.items():
         html = html.replace(f"/*{place}*/", content)
-    return Page(html.encode(), f"{policy(style, *scripts.values())}; frame-ancestors 'none'")
+    return Page(html.encode(), f"{policy(style, *scripts.values())}; frame-ancestors {_FRAMES}")
 
 
 def policy(style: str, *scripts: str, attributes: bool = False) -> str:
