@@ -86,13 +86,13 @@ def test_a_plan_is_never_slower_than_treating_all_blocks_alike(profile: Profile,
         assert found.seconds <= alike.seconds
 
 
-def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_beat() -> None:
+@pytest.mark.parametrize("share", [nightly(10), 50, nightly(90)])
+def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_beat(share: int) -> None:
     planner = Planner(same_blocks(100, saved=1_000, boundary=10))
-    for share in (10, 50, 90):
-        budget = budget_between(planner, share, 0)
-        # What is kept is in memory at once when the backward pass begins, and the rest is computed a second time.
-        bound = 300 + 100 - budget.device // 1_000
-        assert bound <= planner.plan(budget).seconds <= 1.02 * bound
+    budget = budget_between(planner, share, 0)
+    # What is kept is in memory at once when the backward pass begins, and the rest is computed a second time.
+    bound = 300 + 100 - budget.device // 1_000
+    assert bound <= planner.plan(budget).seconds <= 1.02 * bound
 
 
 def test_the_search_of_a_hundred_blocks_tries_no_more_than_it_may() -> None:
