@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 from benchmarks import scheduling_devices as benchmark
 from benchmarks.device_traces import AUTHORS_DEVICES, GAVEL_DEVICES, authors, gavel, make
 
-from virtualflow import launcher
+from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import POLICIES, DeviceKind, KindAllocation, KindDemand
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.simulator.command import run
+from virtualflow_operator.simulator.command import main
 from virtualflow_operator.simulator.device_simulation import Aware, Unaware, simulate_devices
 from virtualflow_operator.simulator.simulation import PolicyError, ResizeCost
 from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, JobTrace, NodeEvent, check, read, write
@@ -80,11 +81,9 @@ def test_a_trace_with_kinds_is_read_and_written(tmp_path: Path) -> None:
         (TRACE.replace("V100=1:10 2:18", "V100=2:18 1:10"), "ascending numbers of workers"),
     ],
 )
-def test_a_trace_with_kinds_that_makes_no_sense_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
-) -> None:
-    assert run([str(given(tmp_path, text))]) == launcher.EXIT_USAGE
-    assert sentence in capsys.readouterr().err
+def test_a_trace_with_kinds_that_makes_no_sense_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        main([str(given(tmp_path, text))])
 
 
 def test_a_mix_is_as_fast_as_its_parts_together() -> None:
@@ -159,17 +158,18 @@ def test_every_job_ends_whoever_decides(policy: str, mobility: str) -> None:
         assert not simulate_devices(played, decider, PRICED, SCHEDULING).result.unfinished
 
 
-def test_the_command_plays_a_trace_with_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plays_a_trace_with_kinds(tmp_path: Path) -> None:
     path = str(given(tmp_path, TRACE))
-    assert run([path, "--json", str(tmp_path / "aware.json")]) == 0
-    assert run([path, "--one-pool", "--json", str(tmp_path / "pool.json")]) == 0
+    assert main([path, "--json", str(tmp_path / "aware.json")]) == 0
+    assert main([path, "--one-pool", "--json", str(tmp_path / "pool.json")]) == 0
     aware, pool = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("aware", "pool"))
     assert set(aware) == set(pool) == set(POLICIES)
     assert aware["ShortestFirst"]["mean_completion"] <= pool["ShortestFirst"]["mean_completion"]
-    assert run([path, "--restart", "--capacity", "4"]) == launcher.EXIT_USAGE
-    assert "kinds of device; leave out --capacity and --restart" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="kinds of device; leave out --capacity and --restart"):
+        main([path, "--restart", "--capacity", "4"])
     plain = given(tmp_path, "event,time,name,units,steps,throughput\nnode,0,n,1,,\njob,0,a,,5,1:1\n", "plain.csv")
-    assert run([str(plain), "--one-pool"]) == launcher.EXIT_USAGE
+    with pytest.raises(ConfigurationError, match="has no kinds of device; leave out --one-pool"):
+        main([str(plain), "--one-pool"])
 
 
 def test_the_published_throughputs_are_what_they_were_published_as() -> None:
