@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from virtualflow import _start  # noqa: F401 - it remembers where the process began
 from virtualflow._imports import load
-from virtualflow._version import __version__
+from virtualflow._version import __version__ as __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError, show_errors_plainly
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ __all__ = [
     "Run",
     "Step",
     "VirtualFlowError",
-    "__version__",
     "elastic",
     "evaluate",
     "live_page",
