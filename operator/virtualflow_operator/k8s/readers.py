@@ -33,7 +33,7 @@ LONGEST = 16_384
 """Characters of a token; no account's is longer."""
 
 
-class Verdict(NamedTuple):
+class Access(NamedTuple):
     """An answer to a reader: an HTTP status, and why."""
 
     status: int
@@ -57,23 +57,23 @@ class Readers:
 
     def __init__(self, api: ReviewApi, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._clock = api, clock
-        self._known: OrderedDict[bytes, tuple[float, Verdict]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[float, Access]] = OrderedDict()
         self._strangers = TokenBucket(STRANGERS, STRANGERS_REFILL)
         self._one = asyncio.Lock()
         self._waiting = 0
 
-    async def judge(self, authorization: str) -> Verdict:
+    async def judge(self, authorization: str) -> Access:
         """Whether a request with that header may read."""
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token or not token.isascii() or len(token) > LONGEST:
-            return Verdict(401, "give the token of an account, as Authorization: Bearer TOKEN")
+            return Access(401, "give the token of an account, as Authorization: Bearer TOKEN")
         key = hashlib.sha256(token.encode()).digest()
         if (verdict := self._fresh(key)) is not None:
             return verdict
         let_in = key in self._known and self._known[key][1].status == 200
         if self._waiting >= WAITING or (not let_in and self._strangers.wait(self._clock()) > 0):
-            return Verdict(429, "too many ask at once, or with tokens that are not known; try again in a minute")
+            return Access(429, "too many ask at once, or with tokens that are not known; try again in a minute")
         if not let_in:
             self._strangers.spend(self._clock())
         self._waiting += 1
@@ -84,35 +84,35 @@ class Readers:
         finally:
             self._waiting -= 1
 
-    async def _learn(self, key: bytes, token: str) -> Verdict:
+    async def _learn(self, key: bytes, token: str) -> Access:
         try:
             verdict = await self._ask(token)
         except ApiError as error:
             logger.warning("a reader of the metrics cannot be judged: %s", error)
-            return Verdict(503, f"the API server does not say who you are: {error}")
+            return Access(503, f"the API server does not say who you are: {error}")
         self._known[key] = self._clock(), verdict
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return verdict
 
-    def _fresh(self, key: bytes) -> Verdict | None:
+    def _fresh(self, key: bytes) -> Access | None:
         if key not in self._known:
             return None
         self._known.move_to_end(key)
         at, verdict = self._known[key]
         return verdict if self._clock() - at < FRESH else None
 
-    async def _ask(self, token: str) -> Verdict:
+    async def _ask(self, token: str) -> Access:
         asked = {"apiVersion": TOKEN_REVIEWS.api_version, "kind": "TokenReview", "spec": {"token": token}}
         told = (await self._api.create(TOKEN_REVIEWS, None, asked)).get("status") or {}
         if not told.get("authenticated"):
-            return Verdict(401, "the API server does not know that token")
+            return Access(401, "the API server does not know that token")
         user = told.get("user") or {}
         who = {"user": user.get("username"), "uid": user.get("uid"), "groups": user.get("groups")}
         access = {"nonResourceAttributes": {"path": "/metrics", "verb": "get"}, "extra": user.get("extra")}
         wish = {"apiVersion": ACCESS_REVIEWS.api_version, "kind": "SubjectAccessReview", "spec": who | access}
         if ((await self._api.create(ACCESS_REVIEWS, None, wish)).get("status") or {}).get("allowed"):
-            return Verdict(200)
-        return Verdict(
+            return Access(200)
+        return Access(
             403, f"{user.get('username')} may not get the nonResourceURL /metrics; bind it to a role that may"
         )

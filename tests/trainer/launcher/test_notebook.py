@@ -17,7 +17,7 @@ from large_job import fill, train
 
 import virtualflow as vf
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
-from virtualflow.protocol.live_view import LivePage, page_address
+from virtualflow.protocol.live_view import PageFrame, page_address
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -56,7 +56,7 @@ def test_the_page_may_be_shown_in_a_frame_of_a_notebook_of_this_machine(tmp_path
         async with asyncio.timeout(120), serving(settings) as server, chromium.browser() as tab:
             fill(server.state, 2, 8, 1)
             train(server.state, 5)
-            page = LivePage(page_address(server.url, TOKEN, "<digits>"), 700)
+            page = PageFrame(page_address(server.url, TOKEN, "<digits>"), 700)
             head = '<!doctype html><link rel="icon" href="data:,"><p>a cell</p>'
             (tmp_path / "notebook.html").write_text(f"{head}{page._repr_html_()}")
             await tab.open(f"{notebook}/notebook.html")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.data.sampling import chunks
-from virtualflow.device.memory_gauge import Usage
+from virtualflow.device.memory_gauge import MemoryUse
 from virtualflow.step.fusion_tuner import FusionSettings, Tuner, widths
 
 SETTINGS = FusionSettings()
@@ -31,7 +31,7 @@ class Machine:
     def run(self, tuner: Tuner, attempts: int = ENOUGH) -> int:
         for _ in range(attempts):
             self.tried.append(tuner.width)
-            usage = None if self.room is None else Usage(self.memory(tuner.width), self.room)
+            usage = None if self.room is None else MemoryUse(self.memory(tuner.width), self.room)
             tuner.observe(self.seconds(tuner.width), usage)
         return tuner.width
 
@@ -183,7 +183,7 @@ def test_whatever_the_machine_it_settles_within_the_cap_and_the_memory(
             switches.append(tuner.width)
             count += 1
             seconds = times.get(tuner.width, 1.0) * noise[count % len(noise)]
-            tuner.observe(seconds, None if room is None else Usage(used, room))
+            tuner.observe(seconds, None if room is None else MemoryUse(used, room))
         changes = [a for a, b in pairwise(switches) if a != b]
         # Every size is tried in a few rounds, and then one of them is kept.
         assert len(changes) <= SETTINGS.rounds * len(widths(nodes, cap))
@@ -217,5 +217,5 @@ def test_memory_that_is_measured_in_the_first_attempt_of_a_round_counts() -> Non
     tuner.assign(2)
     for _ in range(ENOUGH):
         assert tuner.width == 1, "two would take 1,200 of 1,000"
-        tuner.observe(1.0, Usage(600, 1_000) if tuner.fresh else None)
+        tuner.observe(1.0, MemoryUse(600, 1_000) if tuner.fresh else None)
     assert not tuner.exploring

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from tiers import nightly
-from virtualflow.device.memory_gauge import Usage
+from virtualflow.device.memory_gauge import MemoryUse
 from virtualflow.launcher.report import merge_audit
 from virtualflow.protocol.settings import ENV_AUDIT_DIR, ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_MAX_FUSED
 from virtualflow.step.fusion_tuner import Tuner
@@ -64,7 +64,7 @@ def growing_at_once() -> Iterator[None]:
     """Let every size count as faster than smaller ones, after one step with it."""
     observe = Tuner.observe
 
-    def faster(self: Tuner, seconds: float, usage: Usage | None) -> None:
+    def faster(self: Tuner, seconds: float, usage: MemoryUse | None) -> None:
         observe(self, 1.0 / self.width, usage)
 
     Tuner.observe = faster  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from virtualflow.cluster.job import Job, deadline_after
 from virtualflow.cluster.logs import Line
 from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.live_view import LivePage
+from virtualflow.protocol.live_view import PageFrame
 from virtualflow.protocol.settings import MAX_MANIFEST
 
 
@@ -151,7 +151,7 @@ class Client:
                 )
         return sorted((self._job(item) for item in found["items"]), key=lambda job: (job.namespace, job.name))
 
-    def live_page(self, name: str, *, height: int = 700) -> LivePage:
+    def live_page(self, name: str, *, height: int = 700) -> PageFrame:
         """The live page of a job, for a notebook: a cell's value shows it, as long as this process and the job last.
 
         The way there is ``kubectl port-forward``, so the browser must be on this machine, too, or reach its ports.
@@ -163,9 +163,9 @@ class Client:
         Raises:
             VirtualFlowError: no coordinator runs, or it is out of this user's reach; the message says why.
         """
-        from virtualflow.cluster.tunnel import Way
+        from virtualflow.cluster.tunnel import PortForward
 
-        return LivePage(Way(self.job(name), self.kubectl).address(), height)
+        return PageFrame(PortForward(self.job(name), self.kubectl).address(), height)
 
     def kubectl(self) -> list[str]:
         """The beginning of a kubectl command to the same cluster.

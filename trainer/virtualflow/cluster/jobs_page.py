@@ -25,7 +25,7 @@ from virtualflow.cluster.api import GROUP, PLURAL, REQUEST_SECONDS, VERSION, sai
 from virtualflow.cluster.client import Client
 from virtualflow.cluster.job import Job
 from virtualflow.cluster.tables import JobLine, job_line
-from virtualflow.cluster.tunnel import Way
+from virtualflow.cluster.tunnel import PortForward
 from virtualflow.coordinator.page.files import jobs_page
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.messages import Base, encode
@@ -187,7 +187,7 @@ class Ways:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lock, self._ways = threading.Lock(), dict[tuple[str, str], Way]()
+        self._lock, self._ways = threading.Lock(), dict[tuple[str, str], PortForward]()
 
     def answer(self, namespace: str, name: str) -> dict[str, str]:
         """The ``address`` of a job's live page, or a ``sentence`` why there is none."""
@@ -198,7 +198,7 @@ class Ways:
                 return {"sentence": f"{PAGES} live pages are open already; kubectl vf ui {name} opens another one."}
             if key not in self._ways:
                 job = Job(self._client.api, {"metadata": {"namespace": namespace, "name": name}})
-                self._ways[key] = Way(job, self._client.kubectl)
+                self._ways[key] = PortForward(job, self._client.kubectl)
             way = self._ways[key]
         try:
             return {"address": way.address()}

@@ -93,7 +93,7 @@ def show_page(
         place = job.coordinator()
 
 
-class Way:
+class PortForward:
     """A way to a job's live page, kept open by a thread until the job or this process is over.
 
     Args:

@@ -12,12 +12,12 @@ from virtualflow.device.determinism import (
     pin,
     probe_bits,
 )
-from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage, free_bytes, status_bytes
+from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, MemoryUse, free_bytes, status_bytes
 
 __all__ = [
     "FreedMemory",
     "MemoryGauge",
-    "Usage",
+    "MemoryUse",
     "count_processors",
     "describe_device",
     "device_name",

@@ -106,7 +106,7 @@ _RESET_PEAK = "5"
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryUse:
     """Memory of one attempt, in bytes."""
 
     used: int
@@ -144,7 +144,7 @@ class MemoryGauge:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def end(self) -> Usage | None:
+    def end(self) -> MemoryUse | None:
         """What was used since :meth:`begin`; ``None``: it cannot be told."""
         base, self._base = self._base, None
         if base is None:
@@ -153,14 +153,14 @@ class MemoryGauge:
             free, _ = torch.cuda.mem_get_info(self._device)
             whole = free + torch.cuda.memory_reserved(self._device)
             used = torch.cuda.max_memory_allocated(self._device) - base
-            return Usage(used, int(self._settings.device_share * whole) - base)
+            return MemoryUse(used, int(self._settings.device_share * whole) - base)
         used = max(0, status_bytes()["VmHWM"] - base)
         available = free_bytes(self._device)
         if available is None:
             return None
         # What this process has grown by meanwhile is part of what it could use.
         grown = max(0, status_bytes()["VmRSS"] - base)
-        return Usage(used, int(self._settings.machine_share * (available + grown)))
+        return MemoryUse(used, int(self._settings.machine_share * (available + grown)))
 
 
 def _reset_resident() -> int | None:

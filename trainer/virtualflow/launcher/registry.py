@@ -20,7 +20,7 @@ import msgspec
 
 from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.live_view import LivePage, page_address
+from virtualflow.protocol.live_view import PageFrame, page_address
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
@@ -135,7 +135,7 @@ def find(name: str | None) -> RunningJob:
     return _reachable(jobs[0])
 
 
-def live_page(name: str | None = None, *, height: int = 700, wait: float = 30.0) -> LivePage:
+def live_page(name: str | None = None, *, height: int = 700, wait: float = 30.0) -> PageFrame:
     """The live page of a job that ``virtualflow run`` runs on this machine, for a notebook: a cell's value shows it.
 
     The browser must be on this machine, too, or reach its ports.
@@ -157,7 +157,7 @@ def live_page(name: str | None = None, *, height: int = 700, wait: float = 30.0)
                 raise
             time.sleep(LOOK)
         else:
-            return LivePage(page_address(job.url, job.token, job.name), height)
+            return PageFrame(page_address(job.url, job.token, job.name), height)
 
 
 def _reachable(job: RunningJob) -> RunningJob:

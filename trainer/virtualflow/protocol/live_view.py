@@ -45,7 +45,7 @@ def page_address(coordinator: str, token: str, job: str) -> str:
 
 
 @dataclass(frozen=True)
-class LivePage:
+class PageFrame:
     """A job's live page as a notebook shows it: the value of a cell becomes the page.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from virtualflow.data import chunks
-from virtualflow.device import Usage
+from virtualflow.device import MemoryUse
 
 
 def widths(nodes: int, cap: int | None) -> list[int]:
@@ -85,7 +85,7 @@ class Tuner:
         self._cap = 1
         self._choose()
 
-    def observe(self, seconds: float, usage: Usage | None) -> None:
+    def observe(self, seconds: float, usage: MemoryUse | None) -> None:
         """Take note of an attempt with micro-batches of :attr:`width`.
 
         Args:
