@@ -36,6 +36,8 @@ class PlayedTime:
     def monotonic(self) -> float:
         return self._now
 
+    process_time = monotonic
+
     def work(self, seconds: float, *, lasts: bool) -> None:
         """Work so long; ``lasts``: it takes that long, so that the job is still there when the test looks."""
         self._now += seconds
