@@ -163,7 +163,7 @@ def _busy(device: torch.device) -> float | None:
 
     try:
         return torch.cuda.utilization(device) / 100
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, RuntimeError):  # torch turns one of the first kind into the second
         return None
 
 
