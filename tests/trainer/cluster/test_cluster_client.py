@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -375,6 +376,10 @@ def test_all_jobs_are_on_one_page_each_a_link_to_its_own(client: Client, kubecon
             assert await tab.value("document.getElementById('name').textContent") == "default/digits"
 
     with showing(tmp_path, "--kubeconfig", str(kubeconfig)) as (plugin, address):
+        for wrong in ("", "Bearer nobody", "Bearer nöbödy"):
+            asked = urllib.request.Request(address.partition("#")[0] + "v1/jobs", headers={"Authorization": wrong})
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(asked, timeout=30)
         asyncio.run(look(address))
         leaves_nothing(plugin)
 

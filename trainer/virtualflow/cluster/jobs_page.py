@@ -42,7 +42,7 @@ HOLD = 10.0
 VIEWERS = 32
 """Requests of pages at a time."""
 PAGES = 16
-"""Live pages to which ways are open at a time."""
+"""Live pages to which port-forwards are open at a time."""
 
 
 class JobsView(Base, frozen=True, tag=False):
@@ -178,8 +178,8 @@ def _key(body: dict[str, Any]) -> tuple[str, str]:
     return str(body["metadata"]["namespace"]), str(body["metadata"]["name"])
 
 
-class Ways:
-    """Ways to live pages, each opened when it is asked for first.
+class PortForwards:
+    """Port-forwards to live pages, each opened when it is asked for first.
 
     Args:
         client: of the cluster.
@@ -187,21 +187,21 @@ class Ways:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lock, self._ways = threading.Lock(), dict[tuple[str, str], PortForward]()
+        self._lock, self._forwards = threading.Lock(), dict[tuple[str, str], PortForward]()
 
     def answer(self, namespace: str, name: str) -> dict[str, str]:
         """The ``address`` of a job's live page, or a ``sentence`` why there is none."""
         key = (namespace, name)
         with self._lock:
-            self._ways = {key: way for key, way in self._ways.items() if way.thread.is_alive()}
-            if key not in self._ways and len(self._ways) >= PAGES:
+            self._forwards = {key: forward for key, forward in self._forwards.items() if forward.thread.is_alive()}
+            if key not in self._forwards and len(self._forwards) >= PAGES:
                 return {"sentence": f"{PAGES} live pages are open already; kubectl vf ui {name} opens another one."}
-            if key not in self._ways:
+            if key not in self._forwards:
                 job = Job(self._client.api, {"metadata": {"namespace": namespace, "name": name}})
-                self._ways[key] = PortForward(job, self._client.kubectl)
-            way = self._ways[key]
+                self._forwards[key] = PortForward(job, self._client.kubectl)
+            forward = self._forwards[key]
         try:
-            return {"address": way.address()}
+            return {"address": forward.address()}
         except VirtualFlowError as error:
             return {"sentence": f"{error}."}
 
@@ -211,15 +211,15 @@ class JobsServer(ThreadingHTTPServer):
 
     Args:
         jobs: what it shows.
-        ways: to live pages.
+        forwards: to live pages.
         port: of this machine; 0: any that is free.
     """
 
     daemon_threads = True
 
-    def __init__(self, jobs: JobsSeen, ways: Ways, port: int) -> None:
+    def __init__(self, jobs: JobsSeen, forwards: PortForwards, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Answers)
-        self.jobs, self.ways, self.page = jobs, ways, jobs_page()
+        self.jobs, self.forwards, self.page = jobs, forwards, jobs_page()
         self.token = secrets.token_urlsafe(24)
         self.places = threading.BoundedSemaphore(VIEWERS)
 
@@ -235,12 +235,12 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        asked = urlsplit(self.path)
+        asked, given = urlsplit(self.path), self.headers.get("Authorization", "")
         if asked.path == "/":
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.html)
         elif asked.path not in ("/v1/jobs", "/v1/page"):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.")
-        elif not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.server.token}"):
+        elif not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
             self._send(HTTPStatus.UNAUTHORIZED, "text/plain", b"The token is wrong.")
         elif not self.server.places.acquire(blocking=False):
             self._send(HTTPStatus.TOO_MANY_REQUESTS, "text/plain", b"Too many pages look; try again in a moment.")
@@ -251,7 +251,7 @@ class _Answers(BaseHTTPRequestHandler):
                     body = encode(self.server.jobs.view(said_of.get("have", "")))
                 else:
                     namespace, _, name = said_of.get("job", "").partition("/")
-                    body = msgspec.json.encode(self.server.ways.answer(namespace, name))
+                    body = msgspec.json.encode(self.server.forwards.answer(namespace, name))
             finally:
                 self.server.places.release()
             self._send(HTTPStatus.OK, "application/json", body)
@@ -278,13 +278,15 @@ class _Answers(BaseHTTPRequestHandler):
         """Say nothing of requests on the terminal."""
 
 
-def serve(client: Client, everywhere: bool, ways: Ways, port: int, opened: Callable[[str], None]) -> NoReturn:
+def serve(
+    client: Client, everywhere: bool, forwards: PortForwards, port: int, opened: Callable[[str], None]
+) -> NoReturn:
     """Show all jobs until this process is interrupted.
 
     Args:
         client: its cluster and namespace.
         everywhere: jobs of all namespaces.
-        ways: to live pages.
+        forwards: to live pages.
         port: of this machine; 0: any that is free.
         opened: told the address of the page.
 
@@ -295,7 +297,7 @@ def serve(client: Client, everywhere: bool, ways: Ways, port: int, opened: Calla
     jobs = JobsSeen(client, everywhere)
     version = jobs.look()
     try:
-        server = JobsServer(jobs, ways, port)
+        server = JobsServer(jobs, forwards, port)
     except OSError as error:
         raise ConfigurationError(f"cannot listen at port {port} of 127.0.0.1: {error.strerror}") from None
     threading.Thread(target=server.serve_forever, name="pages", daemon=True).start()

@@ -187,9 +187,9 @@ def _ui(client: Client, given: argparse.Namespace) -> int:
         tell(f"{address}\nCtrl-C ends it.")
 
     if given.job is None:
-        from virtualflow.cluster.jobs_page import Ways, serve
+        from virtualflow.cluster.jobs_page import PortForwards, serve
 
-        serve(client, given.all_namespaces, Ways(client), given.port, opened)
+        serve(client, given.all_namespaces, PortForwards(client), given.port, opened)
     if given.all_namespaces:
         raise ConfigurationError(f"say -n NAMESPACE for {given.job}, or leave it out for all jobs")
     show_page(client.job(given.job), client.kubectl(), given.port, opened, tell)
