@@ -160,6 +160,7 @@ class Manager:
             self._waits_for = None
             self.metrics.other_release.set(0)
         self.metrics.leader.set(1)
+        self._api.may_write = self.elector.leads
         await self._fill()
         self._follow_foreign_pods()
         self.admissions.start()

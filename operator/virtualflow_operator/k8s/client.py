@@ -206,6 +206,8 @@ class KubeApi:
 
     def __init__(self, client: ApiClient, settings: ApiSettings, *, observe: Observe | None = None) -> None:
         self.observe = observe
+        self.may_write: Callable[[], bool] = lambda: True
+        """Asked before each request that changes something: a leader that slept past its lease sends none."""
         self._settings = settings
         self._client = client
         self._client.user_agent = MANAGED_BY
@@ -390,6 +392,8 @@ class KubeApi:
     ) -> Object:
         """Send one request and return its answer's JSON object, or raise what the answer means."""
         await self._keep_quiet()
+        if method != "GET" and not self.may_write():
+            raise Unavailable(0, "NotLeading", "This process does not lead any more.")
         begin = time.monotonic()
         code = 0
         try:
