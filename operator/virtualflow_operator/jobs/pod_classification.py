@@ -324,9 +324,9 @@ def _find_end(pod: Pod, made: int) -> _Finding:
         return _Finding("left", LEFT)
     if pod.phase == "Succeeded":
         why = f"{pod.name}: it ended with exit code 0 before the training was complete"
-        if not made:
-            return _Finding("crashed", f"{why}; its script must train with vf.elastic")
         hidden = "a wrapper (sh -c, | tee) may have hidden how; let it exec the script, or set -o pipefail"
+        if not made:  # or none has been told of yet
+            return _Finding("crashed", f"{why}; its script must train with vf.elastic, or {hidden}")
         return _Finding("crashed", f"{why}, after {counted(made, 'step')}; {hidden}")
     fault = disrupted_by_cluster(pod)
     if not fault:
