@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from virtualflow.protocol.messages import Change, Generation, Member, Plan
 from virtualflow.protocol.settings import MAX_TEXT
+from virtualflow.worker import reporter
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.reporter import UsageMeter
 from virtualflow.worker.settings import MAX_STEP_TIMES
@@ -38,15 +39,17 @@ def change(plans: list[Plan], before: int | None = 3, **facts: Any) -> Change | 
     return watch.commit(10.5, 7, before, plans[-1].generation if plans else Generation(1, 1))
 
 
-def test_samples_a_second_follow_from_the_steps_and_the_virtual_nodes_of_a_worker() -> None:
+def test_samples_a_second_follow_from_the_steps_and_the_virtual_nodes_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=100.0, spent=7.0)
+    played = SimpleNamespace(monotonic=lambda: clock.now, process_time=lambda: clock.spent)
+    monkeypatch.setattr(reporter, "time", played)
     state = MemberState(8, "one machine", assigned=range(4))
     meter = UsageMeter(torch.device("cpu"), state, batch_size=64)
-    began = time.monotonic()
-    sum(range(200_000))
-    state.step = 10
+    clock.now, clock.spent, state.step = 102.0, 8.5, 10
     usage = meter.read()
-    assert usage.samples == pytest.approx(10 * 64 / 2 / (time.monotonic() - began), rel=0.5)
-    assert 0 < usage.processors < 100
+    assert (usage.samples, usage.processors) == (10 * 64 / 2 / 2.0, 0.75)
     assert (usage.memory or 0) > 10 << 20
     assert (usage.device_memory, usage.device_share) == (None, None)
     state.step = 5

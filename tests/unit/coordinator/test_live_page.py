@@ -361,15 +361,15 @@ def test_a_page_that_waits_hears_of_a_lost_worker_before_its_time() -> None:
     async def story(server: Server) -> None:
         await server.worker("worker-0")
         first = await look(server)
-        began = time.monotonic()
+        page = server.coordinator._page
+        page._due = 0.0  # the view may be put together again
         asking = asyncio.create_task(look(server, first.have))
-        while not server.coordinator._page._waiting:  # noqa: ASYNC110 - the state of another task
+        while not page._waiting:  # noqa: ASYNC110 - the state of another task
             await asyncio.sleep(0.01)
         server.coordinator.call(http_api.GoneCall("worker-0", None, "killed"))
         assert "worker-0 (killed)" in str(msgspec.json.decode((await asking).job, type=ViewJob).notes)
-        assert time.monotonic() - began < 7.0, "it waits only until the view may be put together again"
 
-    with_server(story, settings(interval=8.0))
+    with_server(story, settings(interval=3_600.0))
 
 
 def test_a_page_that_waits_hears_how_the_job_ended() -> None:
