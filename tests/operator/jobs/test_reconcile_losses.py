@@ -165,6 +165,17 @@ def test_a_loss_is_told_at_once_with_the_process_that_is_meant(happens: Callable
     assert reasons.LOST in noticed(plan)
 
 
+def test_an_end_before_any_step_was_told_names_both_causes() -> None:
+    stage = training()
+    assert stage.link is not None
+    assert stage.link.status is not None
+    stage.link = dataclasses.replace(stage.link, status=structs.replace(stage.link.status, step=0))
+    swap(stage, ended(stage.pods[2], code=0, reason="Completed"))
+    (told,) = stage.decide().calls
+    assert isinstance(told, GoneCall)
+    assert "its script must train with vf.elastic, or a wrapper (sh -c, | tee) may have hidden how" in told.reason
+
+
 @pytest.mark.parametrize(
     ("code", "facts", "counted"),
     [
