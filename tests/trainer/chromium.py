@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
 import contextlib
+import functools
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,8 @@ class Tab:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, pid: int) -> None:
         self._socket, self._browser = socket, psutil.Process(pid)
+        self.context = ""
+        """Of the browser's, what this one's is called."""
         self._number = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.complaints: list[str] = []
@@ -123,39 +129,60 @@ class Tab:
         return int(metrics["JSHeapUsedSize"]), int(metrics["Nodes"]), resident
 
 
-@contextlib.asynccontextmanager
-async def browser() -> AsyncIterator[Tab]:
-    """A browser that knows nothing, with one empty page."""
+@functools.cache
+def _chromium() -> tuple[int, int]:
+    """The one that all tests of this process share, which ends with it: its pid, and its port."""
     assert PROGRAM is not None, HOW
     folder = Path(tempfile.mkdtemp(prefix="chromium-"))
-    process = await asyncio.create_subprocess_exec(
-        PROGRAM,
-        *OPTIONS,
-        f"--user-data-dir={folder}",
-        "about:blank",
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
+    process = subprocess.Popen(
+        [PROGRAM, *OPTIONS, f"--user-data-dir={folder}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    try:
-        ready = folder / "DevToolsActivePort"
-        async with asyncio.timeout(START):
-            while not (ready.exists() and ready.read_text().strip()):
-                assert process.returncode is None, "chromium has ended at once"
-                await asyncio.sleep(0.02)
-        port = ready.read_text().split()[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                (page,) = [one for one in await answer.json() if one["type"] == "page"]
-            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                tab = Tab(socket, process.pid)
-                listening = asyncio.create_task(tab.listen())
-                for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
-                    await tab.say(f"{domain}.enable")
-                yield tab
-                listening.cancel()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+    atexit.register(_end, process, folder)
+    ready, deadline = folder / "DevToolsActivePort", time.monotonic() + START
+    while not (ready.exists() and ready.read_text().strip()):
+        assert process.poll() is None, "chromium has ended at once"
+        assert time.monotonic() < deadline, f"chromium is not ready within {START:g} s"
+        time.sleep(0.02)
+    return process.pid, int(ready.read_text().split()[0])
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _connected(session: aiohttp.ClientSession, address: str, pid: int) -> AsyncIterator[Tab]:
+    async with session.ws_connect(address, max_msg_size=0) as socket:
+        tab = Tab(socket, pid)
+        listening = asyncio.create_task(tab.listen())
+        try:
+            yield tab
+        finally:
+            listening.cancel()
+
+
+@contextlib.asynccontextmanager
+async def browser() -> AsyncIterator[Tab]:
+    """A browser that knows nothing, with one empty page: to start one takes as long as most of these tests."""
+    pid, port = _chromium()
+    devtools = f"127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"http://{devtools}/json/version") as answer:
+            address = (await answer.json())["webSocketDebuggerUrl"]
+        async with _connected(session, address, pid) as whole:
+            context = (await whole.say("Target.createBrowserContext"))["browserContextId"]
+            page = (await whole.say("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
+            try:
+                async with _connected(session, f"ws://{devtools}/devtools/page/{page}", pid) as tab:
+                    tab.context = context
+                    for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
+                        await tab.say(f"{domain}.enable")
+                    yield tab
+            finally:
+                await whole.say("Target.disposeBrowserContext", browserContextId=context)

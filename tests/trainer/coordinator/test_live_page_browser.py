@@ -341,7 +341,9 @@ def test_curves_can_be_zoomed_smoothed_compared_and_taken_along(tmp_path: Path) 
         )
         await tab.value(lay.format("`{}`", "odd.json"))
         assert (await tab.value("shown.curves.said.textContent")).startswith("odd.json has no curves: choose what")
-        await tab.say("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        await tab.say(
+            "Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), browserContextId=tab.context
+        )
         await tab.value("[...document.querySelectorAll('button')].find(e => e.textContent === 'CSV').click()")
         await tab.value("[...document.querySelectorAll('figure button')].find(e => e.textContent === 'PNG').click()")
         async with asyncio.timeout(30):
@@ -444,7 +446,7 @@ def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
 @pytest.mark.parametrize(
     "updates",
     [
-        pytest.param(300, id="five minutes"),
+        pytest.param(120, id="two minutes"),
         pytest.param(DAY, id="a day", marks=[pytest.mark.nightly, pytest.mark.timeout(3_600)]),
     ],
 )
