@@ -130,4 +130,4 @@ def test_a_manifest_trains_like_the_script(undisturbed: Finished, tmp_path: Path
     container["args"] = ["--steps", str(STEPS)]
     shorter = tmp_path / "digits.yaml"
     shorter.write_text(yaml.safe_dump(manifest))
-    assert run_job(tmp_path, "-f", shorter, interpreters=True).bits == undisturbed.bits
+    assert run_job(tmp_path, "-f", shorter).bits == undisturbed.bits

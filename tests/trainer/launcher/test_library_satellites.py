@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from jobs import ROOT
+from jobs import ROOT, run_job
 
 import virtualflow
 
@@ -29,7 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where Python is to look for a copy without any of them."""
     directory = tmp_path_factory.mktemp("site")
     source = Path(virtualflow.__file__).parent
-    shutil.copytree(source, directory / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source, directory / source.name)  # with what Python has compiled of it
     for name in SATELLITES:
         shutil.rmtree(directory / source.name / name)
     return directory
@@ -44,18 +44,12 @@ def run(command: list[str], site: Path | None = None) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def digest(report: Path, *command: str, site: Path | None = None) -> str:
-    ended = run(["run", "--plain", "--report", str(report), *command, *SCRIPT], site)
-    assert ended.returncode == 0, ended.stderr
-    found: str = json.loads(report.read_text())["digest"]
-    return found
-
-
 @pytest.fixture(scope="module")
 def disturbed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a job of the copy, through a kill and a resize."""
     report = tmp_path_factory.mktemp("job") / "report.json"
-    digest(report, *DISTURBED, site=installed)
+    ended = run(["run", "--plain", "--report", str(report), *DISTURBED, *SCRIPT], installed)
+    assert ended.returncode == 0, ended.stderr
     return report
 
 
@@ -63,7 +57,7 @@ def test_a_training_through_a_kill_and_a_resize_comes_to_the_same_bits_without_t
     disturbed: Path, tmp_path: Path
 ) -> None:
     found = json.loads(disturbed.read_text())["digest"]
-    assert found == digest(tmp_path / "whole.json", "--workers", "1")
+    assert found == run_job(tmp_path, "--workers", "1", *SCRIPT).report["digest"]
 
 
 def test_a_command_that_needs_one_says_so(installed: Path, disturbed: Path) -> None:
