@@ -28,7 +28,8 @@ def decide(state: JobState, now: float) -> float | None:
     wake_at = None
     for _ in range(_ROUNDS):
         _end_build(state, now)
-        _apply_losses(state, now)
+        if state.phase != "failed":  # then all are told to end, and whoever closes its connections is not lost
+            _apply_losses(state, now)
         _take_word(state)
         if state.phase in ENDED:
             _dismiss(state)
