@@ -183,15 +183,10 @@ def opened_in_order(dataset: Any, *, virtual_nodes: int = 1, **options: Any) -> 
         source.close()
 
 
-SERVERS = ("resource_tracker", "forkserver", "etcd", "kube-")
+_SERVERS = ("resource_tracker", "forkserver", "etcd", "kube-", "chromium")
 """Children of a process of tests that are there for all of them."""
 
 
 def loader_processes() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if not any(
-            server in " ".join(child.cmdline()) for server in ("resource_tracker", "forkserver", "etcd", "kube-")
-        )
-    ]
+    children = psutil.Process().children()
+    return [child for child in children if not any(server in " ".join(child.cmdline()) for server in _SERVERS)]
