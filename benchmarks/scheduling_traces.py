@@ -38,7 +38,7 @@ COSTS = {
 """What a change costs here, and what a restart would."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A policy on the published trace, and how much less than ``Priority`` under the same price it needs."""
 
@@ -125,19 +125,19 @@ def compare(
             completion = gains(lambda of: of.median_completion)
             rows.append(
                 Row(
-                    policy,
-                    name,
-                    found.median_completion,
-                    less(found.median_completion, base.median_completion),
-                    less(found.median_queueing, base.median_queueing),
-                    less(found.mean_queueing, base.mean_queueing),
-                    found.makespan,
-                    found.resizes,
-                    spread(completion),
-                    spread(gains(lambda of: of.mean_queueing)),
-                    less(alone(published, cost), base.median_completion),
-                    sum(gain >= PAPER for gain in completion),
-                    sum(bound >= PAPER for bound in bounds),
+                    policy=policy,
+                    cost=name,
+                    median_completion=found.median_completion,
+                    less_completion=less(found.median_completion, base.median_completion),
+                    less_median_queueing=less(found.median_queueing, base.median_queueing),
+                    less_mean_queueing=less(found.mean_queueing, base.mean_queueing),
+                    makespan=found.makespan,
+                    resizes=found.resizes,
+                    spread_completion=spread(completion),
+                    spread_mean_queueing=spread(gains(lambda of: of.mean_queueing)),
+                    bound=less(alone(published, cost), base.median_completion),
+                    seeds_at_48=sum(gain >= PAPER for gain in completion),
+                    seeds_bound_48=sum(bound >= PAPER for bound in bounds),
                 )
             )
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import get_args
 
 from prometheus_client import (
@@ -41,6 +41,7 @@ class JobSample:
     """What is true of one job just now; ``None`` is not known (yet), and has no series."""
 
     phase: str
+    _: KW_ONLY
     workers_wanted: int = 0
     workers_ready: int = 0
     step: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ANY_KIND, Job, Node, QueueSpec, parse_time
@@ -23,6 +23,7 @@ class Grant:
     queue: str
     workers: int
     reason: str
+    _: KW_ONLY
     code: str = reasons.ALLOCATED
     """The reason of the condition ``Allocated``."""
     since: float = 0.0
@@ -81,21 +82,22 @@ def known_grant(job: Job, created: float) -> Grant:
     given = job.status.allocation
     if given is None:
         workers = 0 if job.spec.suspend else job.status.replicas
-        return Grant(job.uid, job.spec.queue or "", workers, "", reasons.QUEUED, created, created)
+        queue = job.spec.queue or ""
+        return Grant(job.uid, queue, workers, "", code=reasons.QUEUED, since=created, resized=created)
     since = parse_time(given.since) or created
     return Grant(
         job.uid,
         given.queue,
         given.workers,
         given.reason,
-        reasons.IN_TURNS if given.host else reasons.ALLOCATED if given.workers else reasons.QUEUED,
-        since,
-        parse_time(given.resized_time) or since,
-        float(given.waited_seconds),
-        given.kind,
-        tuple((share.kind, share.workers) for share in given.kinds),
-        given.host,
-        given.lodgers,
+        code=reasons.IN_TURNS if given.host else reasons.ALLOCATED if given.workers else reasons.QUEUED,
+        since=since,
+        resized=parse_time(given.resized_time) or since,
+        waited=float(given.waited_seconds),
+        kind=given.kind,
+        kinds=tuple((share.kind, share.workers) for share in given.kinds),
+        host=given.host,
+        lodgers=given.lodgers,
     )
 
 

@@ -146,7 +146,9 @@ def out_of_reach() -> dict[str, Any]:
     return settled(stage)
 
 
-NO_ROOM = Grant("uid-1", "shared", 0, "the others have all", reasons.QUEUED, NOW - 9, NOW - 5, 3.0)
+NO_ROOM = Grant(
+    "uid-1", "shared", 0, "the others have all", code=reasons.QUEUED, since=NOW - 9, resized=NOW - 5, waited=3.0
+)
 STATES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "that no operator has seen": (lambda: defaulted(new_job()), "InProgress", "Progressing"),
     "that is taken up": (refused, "InProgress", "Progressing"),

@@ -44,7 +44,22 @@ def exposition(paid: float = 8.0) -> str:
     metrics.pods_created.labels("worker").inc()
     metrics.pods_deleted.labels("drained").inc()
     metrics.jobs["default", "digits"] = JobSample(
-        "Running", 2, 2, 1, 600, 3.0, 0.5, 0, 0, 1e9, 1, 1e9, 4_096, 0, 1, paid, paid / 4
+        "Running",
+        workers_wanted=2,
+        workers_ready=2,
+        step=1,
+        total_steps=600,
+        steps_per_second=3.0,
+        loss=0.5,
+        checkpoint_failed=0,
+        last_checkpoint_timestamp_seconds=1e9,
+        memory_copy_step=1,
+        memory_copy_timestamp_seconds=1e9,
+        memory_copy_bytes=4_096,
+        does_not_fit=0,
+        fits_with_offload=1,
+        paid_worker_seconds=paid,
+        committed_worker_seconds=paid / 4,
     )
     metrics.queues["gpus"] = QueueSample(True, 8, 6, 3, 2, {"fast": (4, 3)})
     return metrics.exposition().decode()

@@ -34,7 +34,8 @@ def queued(status: Spec | None = None, **spec: Any) -> Spec:
 
 
 def grant(workers: int, reason: str = "its share", code: str = reasons.ALLOCATED) -> Grant:
-    return Grant("uid-1", "shared", workers, reason, code if workers else reasons.QUEUED, NOW - 9, NOW - 5, 3.0)
+    code = code if workers else reasons.QUEUED
+    return Grant("uid-1", "shared", workers, reason, code=code, since=NOW - 9, resized=NOW - 5, waited=3.0)
 
 
 def decide(raw: Spec, *pods: Pod, given: Grant | None = None, **facts: Any) -> JobPlan:

@@ -77,13 +77,13 @@ def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfi
         at(lambda block: block.backward_seconds),
         math.ceil(at(lambda block: block.saved_bytes)),
         math.ceil(at(lambda block: block.boundary_bytes)),
-        one.parameter_bytes,
-        one.gradient_bytes,
-        math.ceil(at(lambda block: block.workspace_bytes)),
-        _backward_workspace(low, one, high, two, micro_batch),
-        math.ceil(at(lambda block: block.output_bytes)),
+        parameter_bytes=one.parameter_bytes,
+        gradient_bytes=one.gradient_bytes,
+        workspace_bytes=math.ceil(at(lambda block: block.workspace_bytes)),
+        backward_workspace_bytes=_backward_workspace(low, one, high, two, micro_batch),
+        output_bytes=math.ceil(at(lambda block: block.output_bytes)),
         # It hardly depends on the samples.
-        one.overhead_seconds if one is two else at(lambda block: block.overhead_seconds),
+        overhead_seconds=one.overhead_seconds if one is two else at(lambda block: block.overhead_seconds),
     )
 
 

@@ -7,7 +7,7 @@ one engine copies to the host, and one copies back, and the three work at the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -40,6 +40,7 @@ class Block:
     """What autograd saves in its forward pass, without its boundary and without parameters."""
     boundary_bytes: int
     """Its input. The backward pass produces a gradient of the same size for the block before it."""
+    _: KW_ONLY
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     """Allocated by its backward pass; they stay until the virtual node is done."""

@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """All arguments but the model, the optimizer and the dataset; :func:`virtualflow.elastic` describes them."""
 
