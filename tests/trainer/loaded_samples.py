@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from virtualflow.data.dataloader import LoadingSettings
-from virtualflow.data.map_source import LoaderOptions, MapSource, MicroBatch, Source, open_source
+from virtualflow.data import LoaderOptions, MicroBatch, Source, dataloader, open_source
+from virtualflow.data.map_source import MapSource
 from virtualflow.data.rng import seed_samples, seed_stream_sample
 from virtualflow.data.sampling import SamplePlan
 
@@ -25,7 +26,6 @@ SEED = 7
 NODES = 6
 BATCH = 12
 SIZE = 67  # five full batches and one of 7, which is 2, 1, 1, 1, 1, 1
-SETTINGS = LoadingSettings(grace=1.0)
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -76,7 +76,6 @@ def opened(dataset: Any, *, epochs: int | None = None, **options: Any) -> Iterat
         drop_last=False,
         epochs=epochs,
         options=LoaderOptions(**options),
-        settings=SETTINGS,
     )
     try:
         yield source
@@ -175,12 +174,12 @@ def opened_in_order(dataset: Any, *, virtual_nodes: int = 1, **options: Any) -> 
         virtual_nodes=virtual_nodes,
         epochs=1,
         options=LoaderOptions(**options),
-        settings=LoadingSettings(grace=0.2),
     )
-    try:
-        yield source
-    finally:
-        source.close()
+    with patch.object(dataloader, "GRACE", 0.2):
+        try:
+            yield source
+        finally:
+            source.close()
 
 
 _SERVERS = ("resource_tracker", "forkserver", "etcd", "kube-", "chromium")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from virtualflow import _start  # noqa: F401 - it remembers where the process began
+from virtualflow import _start  # it remembers where the process began
 from virtualflow._imports import load
 from virtualflow._version import __version__ as __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError, show_errors_plainly

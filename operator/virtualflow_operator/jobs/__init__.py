@@ -20,26 +20,3 @@ from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import PodEvent, Scene, TemplateVerdict
-
-__all__ = [
-    "AT_ONCE",
-    "Admission",
-    "AdmissionAction",
-    "CheckTemplates",
-    "CreatePod",
-    "CreateService",
-    "DeleteJob",
-    "DeletePod",
-    "EventMessage",
-    "JobPlan",
-    "PodEvent",
-    "PointService",
-    "ReadEvents",
-    "Scene",
-    "TemplateVerdict",
-    "derive_token",
-    "find_worker",
-    "fingerprint",
-    "is_progress",
-    "reconcile",
-]

@@ -13,14 +13,3 @@ from virtualflow_operator.kueue.workloads import (
     chain_of,
     follows_kueue,
 )
-
-__all__ = [
-    "CreateWorkload",
-    "DeleteWorkload",
-    "Kueue",
-    "KueueAdmission",
-    "PatchWorkload",
-    "admitted_counts",
-    "chain_of",
-    "follows_kueue",
-]

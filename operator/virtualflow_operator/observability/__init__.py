@@ -3,13 +3,3 @@
 from virtualflow_operator.observability.health import HealthServer, queue_moves
 from virtualflow_operator.observability.logs import configure, job_context
 from virtualflow_operator.observability.metrics import JobSample, Metrics, QueueSample
-
-__all__ = [
-    "HealthServer",
-    "JobSample",
-    "Metrics",
-    "QueueSample",
-    "configure",
-    "job_context",
-    "queue_moves",
-]

@@ -7,15 +7,3 @@ from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.capacity import requested, worker_units
 from virtualflow_operator.queues.members import Grant, QueueMember, known_grant
-
-__all__ = [
-    "Grant",
-    "QueueAdmission",
-    "QueueDecision",
-    "QueueMember",
-    "QueueScene",
-    "allocate",
-    "known_grant",
-    "requested",
-    "worker_units",
-]

@@ -25,24 +25,6 @@ from virtualflow_operator.scheduling.minimums import next_change
 from virtualflow_operator.scheduling.shortest_first import shortest_first
 from virtualflow_operator.scheduling.weighted_fair_share import weighted_fair_share
 
-__all__ = [
-    "FIXED_SIZES",
-    "POLICIES",
-    "Allocation",
-    "Capacity",
-    "Demand",
-    "DeviceKind",
-    "KindAllocation",
-    "KindDemand",
-    "Mobility",
-    "Policy",
-    "ScalingCurve",
-    "decide_by_kind",
-    "mixed_speed",
-    "next_change",
-    "policy",
-]
-
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "FIFO": fifo,

@@ -147,7 +147,6 @@ def test_a_loader_process_holds_no_connection_of_its_worker() -> None:
 WORKER = """
     import os, socket, sys, threading
     from virtualflow.data import open_source
-    from virtualflow.data.dataloader import LoadingSettings
 
     class Stuck:
         def __len__(self): return 8
@@ -157,7 +156,7 @@ WORKER = """
 
     connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
     source = open_source(Stuck(), batch_size=1, virtual_nodes=1, seed=0, shuffle=False, drop_last=False,
-                         epochs=1, options={"num_workers": 2}, settings=LoadingSettings(grace=1.0))
+                         epochs=1, options={"num_workers": 2})
     source.assign(range(1), 0, 0)
     pids = {int(source.fetch(0, step, 0).data[0]) for step in range(4)}
     connection.sendall((" ".join(map(str, pids)) + "\\n").encode())

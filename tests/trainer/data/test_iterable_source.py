@@ -21,7 +21,9 @@ from loaded_samples import (
 from torch.utils.data import IterableDataset
 
 from tiers import examples
-from virtualflow.data.map_source import MapSource, MicroBatch, StreamSource
+from virtualflow.data import MicroBatch
+from virtualflow.data.iterable_source import StreamSource
+from virtualflow.data.map_source import MapSource
 from virtualflow.errors import ConfigurationError
 
 STREAM_STEPS = 7  # the longest shard has 12 samples, two a step, and one step more finds every stream at its end

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_samples import (
     NODES,
-    SETTINGS,
     SIZE,
     Augmented,
     Where,
@@ -28,7 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from tiers import examples
-from virtualflow.data.map_source import MapSource, MicroBatch
+from virtualflow.data import MicroBatch
+from virtualflow.data.map_source import MapSource
 from virtualflow.data.sampling import chunks
 from virtualflow.errors import ConfigurationError
 
@@ -405,4 +405,4 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], sentenc
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="does not divide evenly"):
-        MapSource(Augmented(), plan_of(), virtual_nodes=5, epochs=None, options={}, settings=SETTINGS)
+        MapSource(Augmented(), plan_of(), virtual_nodes=5, epochs=None, options={})

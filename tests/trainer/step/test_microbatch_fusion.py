@@ -12,8 +12,8 @@ from loaded_samples import NODES, SIZE, Augmented, Stripes, assert_same, opened,
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
+from virtualflow.data import MicroBatch
 from virtualflow.data.iterable_source import fuse
-from virtualflow.data.map_source import MicroBatch
 from virtualflow.data.sampling import chunks
 
 STEPS = plan_of().steps_per_epoch

@@ -3,29 +3,8 @@ epoch, the step and the virtual node.
 """
 
 from virtualflow.data.counting import ALL, CountWatch
-from virtualflow.data.dataloader import hear_of_ends
+from virtualflow.data.dataloader import LoaderOptions, MicroBatch, Source, hear_of_ends
 from virtualflow.data.iterable_source import fuse
-from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, check_dataset, open_source
+from virtualflow.data.map_source import check_dataset, open_source
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
 from virtualflow.data.sampling import Orders, Sampler, check_whole, chunks, micro_batch, open_orders
-
-__all__ = [
-    "ALL",
-    "CountWatch",
-    "LoaderOptions",
-    "MicroBatch",
-    "Orders",
-    "Sampler",
-    "Source",
-    "check_dataset",
-    "check_whole",
-    "chunks",
-    "derive_seed",
-    "fuse",
-    "hear_of_ends",
-    "micro_batch",
-    "open_orders",
-    "open_source",
-    "seed_virtual_node",
-    "seeded",
-]

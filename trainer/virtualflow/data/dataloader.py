@@ -41,7 +41,8 @@ code would run in this process at another time; the rest of a step, because beyo
 """
 
 _PR_SET_PDEATHSIG = 1
-
+GRACE = 5.0
+"""Seconds that a loader process may take to finish the batch in hand before it is killed."""
 
 _START_METHODS = ("fork", "spawn")
 """Ways to start a loader process by which it can be tied to the life of its worker; a fork server is none."""
@@ -226,8 +227,8 @@ def open_loader(
         raise LoaderEnded("a loader process ended before it had begun: what it wrote says why") from error
 
 
-def close_loader(iterator: Iterator[Any], grace: float) -> None:
-    """End a loader's processes and threads; a process still busy after ``grace`` seconds is killed."""
+def close_loader(iterator: Iterator[Any]) -> None:
+    """End a loader's processes and threads; a process still busy after ``GRACE`` seconds is killed."""
     # torch ends loaders when they are collected, which a traceback can put off, and waits five seconds for
     # each process. Its own order of shutting down is kept (it does not lock up on a half-written message);
     # only the patience is ours.
@@ -243,7 +244,7 @@ def close_loader(iterator: Iterator[Any], grace: float) -> None:
         for process in processes:
             process.kill()
 
-    impatience = threading.Timer(grace, kill)
+    impatience = threading.Timer(GRACE, kill)
     impatience.start()
     try:
         shut_down()
@@ -459,16 +460,3 @@ def _reads(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@dataclass(frozen=True)
-class LoadingSettings:
-    """Loading, with and without loader processes."""
-
-    gathered: int = 1 << 20
-    """Samples of a step that are rows of tensors are gathered at once up to so many bytes. Beyond, the calls that this
-    saves no longer count beside the copying, and the memory does."""
-    alignment: int = 64
-    """Bytes at whose multiples PyTorch's allocator for the CPU begins a tensor."""
-    grace: float = 5.0
-    """How long a loader process may take to finish the batch in hand before it is killed."""

@@ -21,7 +21,6 @@ from virtualflow.data.dataloader import (
     Collate,
     Early,
     LoaderOptions,
-    LoadingSettings,
     MicroBatch,
     check_options,
     close_loader,
@@ -73,7 +72,6 @@ class StreamSource:
         virtual_nodes: int,
         seed: int,
         options: LoaderOptions,
-        settings: LoadingSettings,
     ) -> None:
         """Open the source over ``dataset``; the arguments are those of `map_source.open_source`.
 
@@ -91,7 +89,6 @@ class StreamSource:
         self._options = options.copy()
         self._options["num_workers"] = self._processes
         self._collate = _WithPositions(collate_of(options))
-        self._settings = settings
         self._assigned = range(0)
         self._streams: dict[int, _Stream] = {}
         self._closed = False
@@ -188,7 +185,7 @@ class StreamSource:
     def _drop(self, virtual_node: int) -> None:
         stream = self._streams.pop(virtual_node, None)
         if stream is not None:
-            close_loader(stream.batches, self._settings.grace)
+            close_loader(stream.batches)
 
 
 _END: tuple[tuple[int, ...], Any, Count] = ((), None, ALL)

@@ -13,19 +13,3 @@ from virtualflow.device.determinism import (
     probe_bits,
 )
 from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, MemoryUse, free_bytes, status_bytes
-
-__all__ = [
-    "FreedMemory",
-    "MemoryGauge",
-    "MemoryUse",
-    "count_processors",
-    "describe_device",
-    "device_name",
-    "device_of",
-    "fingerprint",
-    "free_bytes",
-    "has_spare_processor",
-    "pin",
-    "probe_bits",
-    "status_bytes",
-]

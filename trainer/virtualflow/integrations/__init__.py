@@ -8,4 +8,4 @@ They call what a script may call, and what a worker offers to them alone. Nothin
 from virtualflow._imports import own_imports
 
 with own_imports():
-    import virtualflow.worker.entry  # noqa: F401 - all of it, before a module here asks for parts
+    import virtualflow.worker.entry  # all of it, before a module here asks for parts

@@ -15,33 +15,3 @@ from virtualflow.memory.model import Action, Block, BlockPlan, Budget, Plan, Poi
 from virtualflow.memory.planner import Planner, plan
 from virtualflow.protocol.settings import Placement
 from virtualflow.protocol.wording import format_bytes, parse_bytes
-
-__all__ = [
-    "Action",
-    "Advice",
-    "Block",
-    "BlockPlan",
-    "Budget",
-    "DeviceType",
-    "Division",
-    "DoesNotFit",
-    "Fit",
-    "Placement",
-    "Plan",
-    "Planner",
-    "Point",
-    "Profile",
-    "Skip",
-    "Span",
-    "Timeline",
-    "Wait",
-    "advise",
-    "costs",
-    "divide",
-    "fit",
-    "format_bytes",
-    "parse_bytes",
-    "plan",
-    "profile_for",
-    "what_fits",
-]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from virtualflow._arguments import checked
 from virtualflow.data import LoaderOptions, MicroBatch, Source, check_dataset, open_source, seed_virtual_node
-from virtualflow.data.dataloader import LoadingSettings
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
 from virtualflow.protocol.wording import counted
 from virtualflow.state import codec
@@ -75,7 +74,6 @@ def evaluate_in_parts(
         drop_last=False,
         epochs=1,
         options=loader,
-        settings=LoadingSettings() if loop is None else loop.context.request.settings.loading,
     )
     try:
         model.eval()

@@ -12,18 +12,3 @@ from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Summe
 from virtualflow.memory.activations.measuring import ChainMeasurement
 from virtualflow.memory.activations.planned import Activations, Memory, bytes_of_state, limit
 from virtualflow.memory.settings import ActivationSettings
-
-__all__ = [
-    "ActivationSettings",
-    "Activations",
-    "Carrier",
-    "Chain",
-    "ChainMeasurement",
-    "Flight",
-    "LayerMajor",
-    "Memory",
-    "Summed",
-    "bytes_of_state",
-    "find_blocks",
-    "limit",
-]
