@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,12 +18,11 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 import virtualflow as vf
 from tiers import needs
 from virtualflow.data import LoaderOptions, MicroBatch, Source, open_source
-from virtualflow.data.dataloader import LoadingSettings
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.loaders import seed_collate
 from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.worker import contents
 from virtualflow.worker.contents import check_reading, describe_contents, other_contents
-from virtualflow.worker.settings import ContentSettings
 
 
 class Rows(Dataset[Any]):
@@ -95,7 +95,6 @@ def opened(dataset: Any, **options: Any) -> Source:
         drop_last=False,
         epochs=3,
         options=loader,
-        settings=LoadingSettings(),
     )
 
 
@@ -228,7 +227,8 @@ def test_transformers_masks_follow_from_the_seed_and_the_virtual_node() -> None:
 def described(dataset: Any, workers: int = 0, *, seconds: float = 600.0) -> dict[str, str]:
     source = opened(dataset, num_workers=workers)
     try:
-        return describe_contents(dataset, source, samples=len(dataset), settings=ContentSettings(seconds=seconds))
+        with patch.object(contents, "SECONDS", seconds):
+            return describe_contents(dataset, source, samples=len(dataset))
     finally:
         source.close()
 
@@ -247,7 +247,7 @@ def split(seed: int) -> Subset[Any]:
 @pytest.mark.parametrize("workers", [0, 1], ids=["in the process", "in a loader process"])
 def test_another_order_of_files_is_another_dataset(workers: int) -> None:
     one, same, other = (described(files(seed), workers) for seed in (1, 1, 2))
-    assert len(one) == ContentSettings().samples
+    assert len(one) == contents.SAMPLES
     assert other_contents(one, same) is None
     assert "different data: sample" in str(other_contents(one, other))
     assert "sort what os.listdir" in str(other_contents(one, other))

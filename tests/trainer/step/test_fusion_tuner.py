@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from virtualflow.data.sampling import chunks
 from virtualflow.device.memory_gauge import MemoryUse
-from virtualflow.step.fusion_tuner import FusionSettings, Tuner, widths
+from virtualflow.step.fusion_tuner import ROUNDS, Tuner, widths
 
-SETTINGS = FusionSettings()
 ENOUGH = 60
 """Attempts after which every size has been tried."""
 
@@ -82,7 +81,7 @@ def thrashing(width: int) -> float:
     ],
 )
 def test_the_size_that_is_chosen(machine: Machine, nodes: int, cap: int | None, width: int, order: list[int]) -> None:
-    tuner = Tuner(cap, SETTINGS)
+    tuner = Tuner(cap)
     tuner.assign(nodes)
     assert machine.run(tuner) == width
     assert machine.order == order
@@ -90,9 +89,9 @@ def test_the_size_that_is_chosen(machine: Machine, nodes: int, cap: int | None, 
 
 
 def test_the_first_attempt_of_a_size_and_a_bad_one_do_not_count() -> None:
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.assign(2)
-    for _ in range(SETTINGS.rounds):
+    for _ in range(ROUNDS):
         for width, good in ((1, 1.0), (2, 0.5)):
             for seconds in (100.0, good, 70.0, good):
                 assert (tuner.width, tuner.exploring) == (width, True)
@@ -101,7 +100,7 @@ def test_the_first_attempt_of_a_size_and_a_bad_one_do_not_count() -> None:
 
 
 def test_a_busy_time_of_the_machine_does_not_decide() -> None:
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.assign(8)
     machine = Machine(launches)
     while tuner.width < 4:
@@ -115,7 +114,7 @@ def test_a_busy_time_of_the_machine_does_not_decide() -> None:
 
 def test_a_larger_range_is_tried_and_a_smaller_one_keeps_what_is_known() -> None:
     machine = Machine(launches)
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.assign(4)
     assert machine.run(tuner) == 4
     tuner.assign(2)
@@ -129,7 +128,7 @@ def test_a_larger_range_is_tried_and_a_smaller_one_keeps_what_is_known() -> None
 
 def test_what_is_much_smaller_than_the_best_is_not_tried_after_a_resize() -> None:
     machine = Machine(launches)
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.assign(16)
     machine.run(tuner)
     machine.tried.clear()
@@ -139,14 +138,14 @@ def test_what_is_much_smaller_than_the_best_is_not_tried_after_a_resize() -> Non
 
 
 def test_a_model_that_cannot_be_split_is_not_put_together() -> None:
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.forbid()
     tuner.assign(8)
     assert (tuner.width, tuner.exploring) == (1, False)
 
 
 def test_it_goes_back_to_one_when_it_turns_out_that_a_model_cannot_be_split() -> None:
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.assign(8)
     Machine(launches).run(tuner)
     tuner.forbid()
@@ -169,7 +168,7 @@ def test_whatever_the_machine_it_settles_within_the_cap_and_the_memory(
     ranges: list[int],
     cap: int | None,
 ) -> None:
-    tuner = Tuner(cap, SETTINGS)
+    tuner = Tuner(cap)
     constant, slope = memory
     count = 0
     for nodes in ranges:
@@ -186,7 +185,7 @@ def test_whatever_the_machine_it_settles_within_the_cap_and_the_memory(
             tuner.observe(seconds, None if room is None else MemoryUse(used, room))
         changes = [a for a, b in pairwise(switches) if a != b]
         # Every size is tried in a few rounds, and then one of them is kept.
-        assert len(changes) <= SETTINGS.rounds * len(widths(nodes, cap))
+        assert len(changes) <= ROUNDS * len(widths(nodes, cap))
         assert not tuner.exploring
 
 
@@ -213,7 +212,7 @@ def test_sizes_to_try_are_few_and_real(nodes: int, cap: int | None) -> None:
 
 
 def test_memory_that_is_measured_in_the_first_attempt_of_a_round_counts() -> None:
-    tuner = Tuner(None, SETTINGS)
+    tuner = Tuner(None)
     tuner.assign(2)
     for _ in range(ENOUGH):
         assert tuner.width == 1, "two would take 1,200 of 1,000"

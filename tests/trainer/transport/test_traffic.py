@@ -18,7 +18,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.worker_messages import handle
 from virtualflow.protocol import messages as m
 from virtualflow.transport.settings import LinkSettings
-from virtualflow.worker.settings import PaceSettings
+from virtualflow.worker.pace import INTERVAL
 
 Traffic = Counter[tuple[str, str]]
 
@@ -62,7 +62,7 @@ def test_no_message_of_a_step_goes_through_the_coordinator(
         # At the beginning and the end of it, and otherwise by the clock.
         assert traffic[told.pop(), "Progress"] <= 3 + seconds / LinkSettings.progress
         assert max(count for (_, kind), count in [*traffic.items(), (("", "Pace"), 0)] if kind == "Pace") <= (
-            1 + seconds / PaceSettings.interval
+            1 + seconds / INTERVAL
         )
         rare.append({key: count for key, count in traffic.items() if key[1] not in ("Progress", "Pace", "Heartbeat")})
     assert rare[0] == rare[1]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from virtualflow.coordinator.assignment import assign
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import DeviceType, advise, costs, divide
-from virtualflow.memory.settings import DeviceSettings
+from virtualflow.memory.devices import WORTH
 
 
 def device(name: str, count: int, *seconds: float, **fused: float) -> DeviceType:
@@ -99,7 +99,7 @@ def test_what_is_asked_for_is_as_fast_as_anything_with_the_same_devices(
     kinds: list[DeviceType], virtual_nodes: int
 ) -> None:
     found = advise(virtual_nodes, kinds)
-    slack = 1 + DeviceSettings().worth
+    slack = 1 + WORTH
     assert found.everything is not None
     for other in (found.everything, *found.alone):
         assert found.best.seconds <= other.seconds * slack
@@ -129,9 +129,10 @@ def test_devices_that_bring_nothing_are_left_out(
     assert sentence in found.reason
 
 
-def test_of_many_devices_not_every_set_is_tried() -> None:
+def test_of_many_devices_not_every_set_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virtualflow.memory.devices.COMBINATIONS", 300)
     kinds = [device(name, 200, seconds) for name, seconds in (("a", 1.0), ("b", 1.5), ("c", 2.0))]
-    found = advise(1_000, kinds, DeviceSettings(combinations=300))
+    found = advise(1_000, kinds)
     assert found.everything is not None
     assert found.best.seconds <= found.everything.seconds * 1.01
 

@@ -41,7 +41,7 @@ from virtualflow.memory import (
     parse_bytes,
     what_fits,
 )
-from virtualflow.memory.settings import DeviceSettings, PlannerSettings
+from virtualflow.memory.settings import PlannerSettings
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import ChainProfile, DeviceProfile, read_profile, seconds_for
 from virtualflow.protocol.settings import MAX_WORKERS
@@ -189,7 +189,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
         kinds.append(DeviceType(name, count, seconds))
     if not kinds:
         raise ConfigurationError("; ".join(left_out))
-    return PlanAnswer(tuple(memory), advise(virtual_nodes, kinds, DeviceSettings()), tuple(left_out))
+    return PlanAnswer(tuple(memory), advise(virtual_nodes, kinds), tuple(left_out))
 
 
 def parse_devices(text: str) -> dict[str, int]:

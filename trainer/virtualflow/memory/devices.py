@@ -18,8 +18,14 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.settings import DeviceSettings
 from virtualflow.protocol.wording import counted
+
+# Which devices are worth asking for.
+
+WORTH = 0.01
+"""A set of fewer devices is asked for if its step is at most this share longer than the shortest."""
+COMBINATIONS = 4_096
+"""The most sets of devices that are compared; of more, fewer numbers of each type are tried."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +118,12 @@ def divide(virtual_nodes: int, devices: Sequence[DeviceType]) -> Division:
     return _divide(virtual_nodes, [(device, costs(device, virtual_nodes)) for device in devices])
 
 
-def advise(virtual_nodes: int, devices: Sequence[DeviceType], settings: DeviceSettings | None = None) -> Advice:
+def advise(virtual_nodes: int, devices: Sequence[DeviceType]) -> Advice:
     """Which of these devices shorten the step, with the division over them.
 
-    Of all sets the fastest counts, and of those as fast, but for :attr:`DeviceSettings.worth`, that of the fewest
+    Of all sets the fastest counts, and of those as fast, but for ``WORTH``, that of the fewest
     devices. The exchange between them is not looked at.
     """
-    settings = settings or DeviceSettings()
     if not devices:
         raise ConfigurationError("name at least one type of device")
     tables = [costs(device, virtual_nodes) for device in devices]
@@ -133,9 +138,9 @@ def advise(virtual_nodes: int, devices: Sequence[DeviceType], settings: DeviceSe
             return None
         return _divide(virtual_nodes, used)
 
-    found = [each for counts in _sets(devices, settings.combinations) if (each := division(counts)) is not None]
+    found = [each for counts in _sets(devices, COMBINATIONS) if (each := division(counts)) is not None]
     fastest = min(each.seconds for each in found)
-    good = [each for each in found if each.seconds <= fastest * (1 + settings.worth)]
+    good = [each for each in found if each.seconds <= fastest * (1 + WORTH)]
     best = min(good, key=lambda each: (each.devices, each.seconds))
     alone = [
         division([min(device.count, virtual_nodes) if other is device else 0 for other in devices])

@@ -33,16 +33,6 @@ class PlannerSettings:
     """Up to so many blocks, two of any distance are changed at a time; of longer chains only neighbours are."""
 
 
-@dataclass(frozen=True)
-class DeviceSettings:
-    """Which devices are worth asking for."""
-
-    worth: float = 0.01
-    """A set of fewer devices is asked for if its step is at most this share longer than the shortest."""
-    combinations: int = 4_096
-    """The most sets of devices that are compared; of more, fewer numbers of each type are tried."""
-
-
 SMALL_BUFFER = 64 << 10
 """Of buffers of a recomputed block, a copy of no more is kept between its two forward passes, whoever changes them;"""
 MANY_ITEMS = 1000

@@ -12,10 +12,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from virtualflow.data import chunks
 from virtualflow.device import MemoryUse
+
+# How sizes are compared.
+
+WARM_UP = 1
+"""Attempts with a new size whose time does not count: kernels are chosen and memory is taken in them. On a CPU
+memory is measured in the first one."""
+ATTEMPTS = 3
+"""Attempts whose median time counts: one bad one does not."""
+ROUNDS = 3
+"""How often every size is measured; its best time counts, since a machine's other work only makes it slower."""
+TOLERANCE = 0.03
+"""A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
+HOPELESS = 0.25
+"""Beyond a size that is slower than the fastest by more than this share, larger ones are not tried."""
 
 
 def widths(nodes: int, cap: int | None) -> list[int]:
@@ -32,23 +45,6 @@ def widths(nodes: int, cap: int | None) -> list[int]:
     return sorted({len(chunks(range(nodes), width)[0]) for width in tried if width})
 
 
-@dataclass(frozen=True)
-class FusionSettings:
-    """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
-
-    warm_up: int = 1
-    """Attempts with a new size whose time does not count: kernels are chosen and memory is taken in them. On a CPU
-    memory is measured in the first one."""
-    attempts: int = 3
-    """Attempts whose median time counts: one bad one does not."""
-    rounds: int = 3
-    """How often every size is measured; its best time counts, since a machine's other work only makes it slower."""
-    tolerance: float = 0.03
-    """A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
-    hopeless: float = 0.25
-    """Beyond a size that is slower than the fastest by more than this share, larger ones are not tried."""
-
-
 class Tuner:
     """The choice of one worker; :attr:`width` is in force.
 
@@ -56,13 +52,12 @@ class Tuner:
         cap: the most virtual nodes of a micro-batch, ``None`` for as many as memory and time allow.
     """
 
-    def __init__(self, cap: int | None, settings: FusionSettings) -> None:
+    def __init__(self, cap: int | None) -> None:
         self.width = 1
         """Virtual nodes of a micro-batch, at most."""
         self.exploring = False
         """Whether the next attempt is to be measured: its time, or its memory."""
         self._cap = cap
-        self._settings = settings
         self._nodes = 0
         self._seen = 0
         self._times: list[float] = []
@@ -97,10 +92,10 @@ class Tuner:
             self._used[self.width] = max(usage.used, self._used.get(self.width, 0))
             self._room = usage.room
         self._seen += 1
-        if self._seen <= self._settings.warm_up:
+        if self._seen <= WARM_UP:
             return
         self._times.append(seconds)
-        if len(self._times) >= self._settings.attempts:
+        if len(self._times) >= ATTEMPTS:
             self._rounds.setdefault(self.width, []).append(statistics.median(self._times))
             self._seen, self._times = 0, []
             self._choose()
@@ -126,16 +121,16 @@ class Tuner:
     def _best(self, measured: Iterable[int]) -> int:
         """The smallest that is as fast as the fastest, but for what may be chance."""
         seconds = {width: min(self._rounds[width]) for width in measured}
-        enough = min(seconds.values()) * (1 + self._settings.tolerance)
+        enough = min(seconds.values()) * (1 + TOLERANCE)
         return min(width for width in seconds if seconds[width] <= enough)
 
     def _is_worth_measuring(self, width: int) -> bool:
-        if self._rounds_of(width) >= self._settings.rounds:
+        if self._rounds_of(width) >= ROUNDS:
             return False
         if not self._rounds:
             return width == 1
         fastest = self._best(self._rounds)
-        hopeless = min(self._rounds[fastest]) * (1 + self._settings.hopeless)
+        hopeless = min(self._rounds[fastest]) * (1 + HOPELESS)
         slow = [other for other, seconds in self._rounds.items() if fastest < other < width and min(seconds) > hopeless]
         # What is much smaller than the best of another range need not be tried for this one.
         known = width in self._rounds

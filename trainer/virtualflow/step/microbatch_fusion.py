@@ -21,7 +21,7 @@ from virtualflow.device import MemoryGauge, device_of
 from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.wording import counted
-from virtualflow.step.fusion_tuner import FusionSettings, Tuner
+from virtualflow.step.fusion_tuner import Tuner
 from virtualflow.step.part import Attempt, StepPart
 
 logger = logging.getLogger("virtualflow.worker")
@@ -145,10 +145,9 @@ class MicrobatchFusion(StepPart):
         micro_batch: int,
         batch_norm: BatchNorm,
         *,
-        settings: FusionSettings,
         memory: MemorySettings,
     ) -> None:
-        self._tuner = Tuner(cap, settings)
+        self._tuner = Tuner(cap)
         self._gauge = MemoryGauge(device_of(model), memory)
         self._micro_batch = micro_batch
         self._assigned = range(0)

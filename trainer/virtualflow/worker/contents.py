@@ -20,29 +20,37 @@ from torch.utils.data import Subset, default_collate
 from virtualflow.data import MicroBatch, Source
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import content_hash
-from virtualflow.worker.settings import ContentSettings
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _ARRAYS = (Tensor, np.ndarray, np.generic)
 _CONTAINERS = (Mapping, list, tuple)
 _DEPTH = 8
 
+# How workers find at the start that they do not have the same data.
+
+SAMPLES = 8
+"""Of a map-style dataset that are hashed, from its first to its last."""
+SECONDS = 1.0
+"""After so long no further one is read."""
+INDICES = 10_000_000
+"""Of a ``Subset`` that are hashed; a longer one is compared by its samples only."""
+
 
 # --- the same in all workers ------------------------------------------------------------------------------------------
 
 
-def describe_contents(dataset: Any, source: Source, *, samples: int, settings: ContentSettings) -> dict[str, str]:
+def describe_contents(dataset: Any, source: Source, *, samples: int) -> dict[str, str]:
     """Hashes of what all workers must have alike, by what it is called.
 
     What cannot be read or takes too long is not there, so it is no difference if only some have it.
     """
     found, subset, began = {}, dataset, time.monotonic()
     while isinstance(subset, Subset):
-        if len(subset.indices) <= settings.indices:
+        if len(subset.indices) <= INDICES:
             found[f"what the {type(subset).__name__} has chosen"] = content_hash(np.asarray(subset.indices))
         subset = subset.dataset
-    for index in sorted({place * (samples - 1) // max(1, settings.samples - 1) for place in range(settings.samples)}):
-        if time.monotonic() - began > settings.seconds:
+    for index in sorted({place * (samples - 1) // max(1, SAMPLES - 1) for place in range(SAMPLES)}):
+        if time.monotonic() - began > SECONDS:
             break
         seen = source.look(index, describe_sample)
         if seen is not None:

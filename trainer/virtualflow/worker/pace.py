@@ -17,7 +17,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from virtualflow.worker.settings import PaceSettings
+# How a worker measures its own computing time per virtual node, and when it tells of it.
+SAMPLE = 0.05
+"""A sample covers at least this long: shorter steps are put together. The interruptions of a slowed process (a CPU
+quota is granted by the tenth of a second) must average out within few samples."""
+WINDOW = 10
+"""Latest samples that the estimate is made of."""
+FEWEST = 5
+"""Samples before there is an estimate."""
+SKIPPED = 2
+"""First steps after an entry that are left out: loaders and caches warm up again."""
+CHANGE = 0.05
+"""The coordinator is told when the estimate has changed by this share."""
+INTERVAL = 0.25
+"""And at most this often,"""
+INTERVAL_PER_MEMBER = 0.004
+"""or this often times the members, so that all of them together tell at most 250 times a second."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,8 @@ class Estimate:
 class PaceMeter:
     """Measures the attempts of one generation after the other."""
 
-    def __init__(self, settings: PaceSettings) -> None:
-        self._settings = settings
-        self._samples: deque[tuple[float, float]] = deque(maxlen=self._settings.window)
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """Of each sample: seconds per virtual node, and the rest of a step."""
         self.estimate: Estimate | None = None
         """What the latest samples say, ``None`` as long as they are few."""
@@ -51,7 +65,7 @@ class PaceMeter:
     def enter(self) -> None:
         self._samples.clear()
         self.estimate = None
-        self._to_skip = self._settings.skipped
+        self._to_skip = SKIPPED
         self._began = self._computed = self._committed_at = None
         self._empty()
 
@@ -90,7 +104,7 @@ class PaceMeter:
         self._computing += computed
         self._computed_nodes += self._nodes
         self._passed += now - before
-        if self._passed >= self._settings.sample:
+        if self._passed >= SAMPLE:
             rest = max(0.0, self._passed - self._computing) / self._steps
             self._samples.append((self._computing / self._computed_nodes, rest))
             self.estimate = self._estimate()
@@ -101,7 +115,7 @@ class PaceMeter:
         self._computed_nodes = self._computing = self._passed = 0.0
 
     def _estimate(self) -> Estimate | None:
-        if len(self._samples) < self._settings.fewest:
+        if len(self._samples) < FEWEST:
             return None
         low, median, high = quartiles([pace for pace, _ in self._samples])
         return Estimate(median, low, high, statistics.median(rest for _, rest in self._samples), len(self._samples))
@@ -110,8 +124,7 @@ class PaceMeter:
 class PaceReportPolicy:
     """When the coordinator is to hear of an estimate: not of every step, and soon of what matters."""
 
-    def __init__(self, settings: PaceSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._told: Estimate | None = None
         self._told_at = float("-inf")
 
@@ -120,7 +133,7 @@ class PaceReportPolicy:
 
     def is_due(self, now: float, estimate: Estimate, members: int) -> bool:
         """Whether to tell ``estimate`` now; if so, it is taken for told."""
-        interval = max(self._settings.interval, self._settings.interval_per_member * members)
+        interval = max(INTERVAL, INTERVAL_PER_MEMBER * members)
         if now - self._told_at < interval or not self._differs(estimate):
             return False
         self._told, self._told_at = estimate, now
@@ -135,7 +148,7 @@ class PaceReportPolicy:
             (estimate.low, estimate.median, estimate.high),
             strict=True,
         )
-        return any(abs(after - before) >= self._settings.change * before for before, after in pairs)
+        return any(abs(after - before) >= CHANGE * before for before, after in pairs)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -36,6 +36,21 @@ from virtualflow.worker.train_state import signature_hash
 
 logger = logging.getLogger("virtualflow.worker")
 
+# How much is measured for each size of micro-batches.
+
+_WARM_UP = 3
+"""Micro-batches that do not count: kernels are chosen and memory is taken in them."""
+_SAMPLES = 200
+"""Micro-batches that are timed at the most: the median no longer moves much."""
+_LEAST = 5
+"""That are timed in any case: with fewer, quartiles mean nothing."""
+_SECONDS = 3.0
+"""When this has passed and the least are timed, a size is done."""
+_LONGEST = 60.0
+"""A size that would take longer, by what the last one took, is not begun."""
+_MEMORY = 0.8
+"""The share of free memory up to which a size is tried: an estimate may be wrong, and others use memory, too."""
+
 
 def _script() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -122,8 +137,6 @@ class Profiling:
         self._micro_batch = situation.micro_batch
         self._sizes = sizes_to_measure(virtual_nodes, self._micro_batch, samples, environment.profile_sizes)
         self._path = environment.profile_out
-        self._settings = settings.profiling
-        self._loading = settings.loading
         self._measured: list[SizeProfile] = []
         self._sums: list[Tensor] = []
         wanted = None if options.memory is None else options.memory.blocks
@@ -187,26 +200,23 @@ class Profiling:
 
     @property
     def _most_rounds(self) -> int:
-        blocks = self._warm_up + self._settings.least if self._chain.wanted else 0
-        return self._settings.warm_up + 1 + self._settings.samples + blocks
+        blocks = self._warm_up + _LEAST if self._chain.wanted else 0
+        return _WARM_UP + 1 + _SAMPLES + blocks
 
     # --- one size -----------------------------------------------------------------------------------------------------
 
     def _measure_size(self, size: int) -> Iterator[Any]:
-        settings = self._settings
         source = self._open_source(size * self._micro_batch)
         batches = whole_batches(source, size * self._micro_batch)
         times: list[_Times] = []
         began = time.perf_counter()
         try:
-            for _ in range(settings.warm_up):
+            for _ in range(_WARM_UP):
                 yield from self._one(batches, [])
             peak: list[int | None] = [None]
             if not self._cannot_count:
                 yield from self._one_counted(batches, peak)
-            while len(times) < settings.samples and (
-                len(times) < settings.least or time.perf_counter() - began < settings.seconds
-            ):
+            while len(times) < _SAMPLES and (len(times) < _LEAST or time.perf_counter() - began < _SECONDS):
                 yield from self._one(batches, times)
             if self._chain.wanted:
                 yield from self._measure_blocks(batches, size * self._micro_batch)
@@ -230,7 +240,7 @@ class Profiling:
 
     def _measure_blocks(self, batches: Iterator[MicroBatch], samples: int) -> Iterator[Any]:
         with self._chain.size(samples) as done:
-            for _ in range(self._warm_up + self._settings.least):
+            for _ in range(self._warm_up + _LEAST):
                 yield from self._one(batches, [])
                 done()
 
@@ -255,7 +265,6 @@ class Profiling:
             drop_last=self._indexed,
             epochs=None,
             options=self._options.loader,
-            settings=self._loading,
         )
 
     def _one(self, batches: Iterator[MicroBatch], times: list[_Times]) -> Iterator[Any]:
@@ -314,14 +323,11 @@ class Profiling:
             return None
         last = self._measured[-1]
         growth = size / last.virtual_nodes
-        rounds = self._settings.least + self._settings.warm_up
-        if last.seconds * growth * rounds > self._settings.longest:
-            return (
-                f"{counted(size, 'virtual node')} at a time would take more than "
-                f"{self._settings.longest:g} s to measure"
-            )
+        rounds = _LEAST + _WARM_UP
+        if last.seconds * growth * rounds > _LONGEST:
+            return f"{counted(size, 'virtual node')} at a time would take more than {_LONGEST:g} s to measure"
         free = free_bytes(self._device)
-        if free is not None and last.peak_bytes is not None and last.peak_bytes * growth > self._settings.memory * free:
+        if free is not None and last.peak_bytes is not None and last.peak_bytes * growth > _MEMORY * free:
             return (
                 f"{counted(size, 'virtual node')} at a time would need about "
                 f"{last.peak_bytes * growth / 2**20:.0f} MiB of the "

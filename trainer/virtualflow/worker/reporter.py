@@ -21,7 +21,7 @@ from virtualflow.state import digests
 from virtualflow.step import Attempt, StepPart, Told
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.pace import Estimate, PaceMeter, PaceReportPolicy
-from virtualflow.worker.settings import PaceSettings, WorkerSettings
+from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.train_state import Training
@@ -48,7 +48,7 @@ class Reporter(StepPart):
         self._total_steps = total_steps
         self._phase: Literal["training", "evaluating"] = "training"
         self._reported_at = 0.0
-        self._pace_policy = PaceReportPolicy(settings.pace)
+        self._pace_policy = PaceReportPolicy()
         self._interval = settings.link.progress
         self._told_non_finite: m.NonFinite | None = None
 
@@ -192,8 +192,8 @@ class PlannedActivations(StepPart):
 class Pacing(StepPart):
     """The pace of this worker, measured in each step."""
 
-    def __init__(self, settings: PaceSettings, reporter: Reporter) -> None:
-        self.pace = PaceMeter(settings)
+    def __init__(self, reporter: Reporter) -> None:
+        self.pace = PaceMeter()
         self._reporter = reporter
 
     def enter(self, assigned: range) -> None:

@@ -176,7 +176,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     loading = Loading(source, fusion, training, staging, options.loader.get("collate_fn"))
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _held(resources, _open_guard(request, session, companions))
-    pacing = Pacing(settings.pace, reporter) if session.coordinated else None
+    pacing = Pacing(reporter) if session.coordinated else None
     clocks = [clock.exclude for clock in (None if pacing is None else pacing.pace, fusion) if clock is not None]
     turns = _held(resources, open_turns(environment, session, request.device, settings, clocks))
     tracking = _held(resources, _open_tracking(request, session, training))
@@ -201,7 +201,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         signature = {**signature, "verify": str(update.spot_checker.sample)}
     signature = {**signature, "samples": describe_samples(options, samples)}
     if session.coordinated and request.bitwise and samples is not None:
-        signature["contents"] = describe_contents(request.dataset, source, samples=samples, settings=settings.contents)
+        signature["contents"] = describe_contents(request.dataset, source, samples=samples)
     membership = Membership(session, training, checkpointer, signature, stopwatch)
     membership.parts = parts
     state = session.state
@@ -278,7 +278,6 @@ def _open_source(request: Request, orders: Orders | None, resources: ExitStack) 
         drop_last=options.drop_last,
         epochs=options.epochs,
         options=options.loader,
-        settings=request.settings.loading,
         orders=orders,
     )
     resources.callback(source.close)
@@ -388,7 +387,6 @@ def _open_fusion(request: Request, source: Source) -> MicrobatchFusion | None:
         cap,
         request.micro_batch,
         request.options.batch_norm,
-        settings=settings.fusion,
         memory=settings.memory,
     )
 
