@@ -65,11 +65,7 @@ def checked_class(called: str) -> Callable[[type[_Class]], type[_Class]]:
 
 
 def _check(called: str, given: Iterable[str], known: Iterable[str], passed_on: Iterable[str] = ()) -> None:
-    """Refuse the first name that is not known.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse the first name that is not known."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is None:
         return

@@ -39,12 +39,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def create_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that must not be there yet; of several who try, one succeeds.
-
-    Raises:
-        FileExistsError: there is one.
-        OSError: it cannot be written.
-    """
+    """Write a file that must not be there yet; of several who try, one succeeds."""
     with _beside(path, content, mode) as temporary:
         os.link(temporary, path)
 
@@ -67,10 +62,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 def read_regular(path: Path, most: int) -> bytes:
     """All of a file.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
 
     Raises:
         OSError: it cannot be read, is no regular file, or larger.

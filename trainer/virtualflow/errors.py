@@ -36,11 +36,7 @@ class ConfigurationError(VirtualFlowError, ValueError):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """What is imported meanwhile may be a part of the library that this installation does not have.
-
-    Raises:
-        ConfigurationError: it has not.
-    """
+    """What is imported meanwhile may be a part of the library that this installation does not have."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -149,11 +149,7 @@ class JobSpec(ApiStruct, frozen=True, dict=True):
 
 
 def read_spec(spec: Mapping[str, Any]) -> JobSpec:
-    """Read ``spec`` of a job.
-
-    Raises:
-        msgspec.ValidationError: the structure is not that of the schema.
-    """
+    """Read ``spec`` of a job."""
     return msgspec.convert(spec, JobSpec)
 
 

@@ -326,9 +326,6 @@ class TenantTurns(Generic[K]):
     """Whose turn it is: keys that wait for a place, by tenant, so that one with ten thousand of them delays no other.
 
     Tenants take turns, one key each; within a tenant the key that became due first goes first.
-
-    Args:
-        tenant_of: whose a key is.
     """
 
     def __init__(self, tenant_of: Callable[[K], Hashable]) -> None:

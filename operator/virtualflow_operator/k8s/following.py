@@ -135,12 +135,7 @@ class WatchPace:
 
 
 class Following(Generic[V]):
-    """Keeps a cache as the cluster is, as long as somebody wants to know.
-
-    Args:
-        cache: of the objects.
-        relist: seconds between two lists.
-    """
+    """Keeps a cache as the cluster is, as long as somebody wants to know."""
 
     what: str
     """The objects, in words."""

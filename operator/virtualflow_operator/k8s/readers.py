@@ -48,12 +48,7 @@ class ReviewApi(Protocol):
 
 
 class Readers:
-    """Judges who reads the metrics.
-
-    Args:
-        api: the API server.
-        clock: steady, in seconds.
-    """
+    """Judges who reads the metrics."""
 
     def __init__(self, api: ReviewApi, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._clock = api, clock

@@ -78,11 +78,7 @@ class QueueSample:
 
 
 class Metrics:
-    """The operator's metrics, in a registry of their own.
-
-    Args:
-        job_metrics: whether single jobs have series.
-    """
+    """The operator's metrics, in a registry of their own."""
 
     def __init__(self, *, job_metrics: bool = True) -> None:
         # Otherwise every counter brings a second series with the time of its creation. It is the library's only switch.

@@ -316,11 +316,7 @@ class Room:
 
 
 def sort_out(demands: Iterable[Demand], capacity: Capacity) -> tuple[list[Demand], dict[str, Allocation]]:
-    """Tell the jobs that could run on the empty queue, by name, from those that never can, with the reason for these.
-
-    Raises:
-        ValueError: two jobs bear the same name.
-    """
+    """Tell the jobs that could run on the empty queue, by name, from those that never can, each with its reason."""
     able: list[Demand] = []
     never: dict[str, Allocation] = {}
     seen: set[str] = set()

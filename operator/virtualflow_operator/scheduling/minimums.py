@@ -68,9 +68,6 @@ def grant_minimums(
     Args:
         rank: the policy's order of entitlement, the lowest first; ties go by submission and name. A job's rank must not
             become worse by being admitted, nor better by being left out.
-
-    Raises:
-        ValueError: two jobs bear the same name.
     """
     able, never = sort_out(demands, capacity)
     found = Minimums(Room(capacity), waiting=never)

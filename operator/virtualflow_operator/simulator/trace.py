@@ -172,9 +172,6 @@ def check(events: Iterable[tuple[str, Event]], origin: str) -> JobTrace:
     Args:
         events: each with where it stands, for the sentence that complains of it.
         origin: of them all.
-
-    Raises:
-        ConfigurationError: it makes none.
     """
     names: set[str] = set()
     nodes: set[str] = set()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import virtualflow as vf
 from virtualflow.errors import Evicted
-from virtualflow.protocol.messages import LAST_COUNTER, LAST_INCARNATION, NO_GENERATION, CheckpointState, Generation
+from virtualflow.protocol.lineage import LAST_COUNTER, LAST_INCARNATION
+from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
 from virtualflow.state import Checkpointer
 from virtualflow.state.checkpoint_format import adopt, find_newest
 from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, highest_fence

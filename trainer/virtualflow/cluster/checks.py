@@ -41,9 +41,6 @@ def check(client: Client, manifest: Mapping[str, Any] | None) -> Iterator[Check]
     Args:
         client: of the namespace of the job.
         manifest: a ``VirtualFlowJob``; without one, only the cluster is looked at.
-
-    Raises:
-        VirtualFlowError: the API server does not answer.
     """
     with said("look at the cluster"):
         installed = _resource(client)

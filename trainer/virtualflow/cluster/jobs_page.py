@@ -62,12 +62,7 @@ class JobsView(Base, frozen=True, tag=False):
 
 
 class JobsSeen:
-    """The jobs that a user may see, kept up to date by :meth:`follow`.
-
-    Args:
-        client: its cluster and namespace.
-        everywhere: jobs of all namespaces.
-    """
+    """The jobs that a user may see, kept up to date by :meth:`follow`."""
 
     def __init__(self, client: Client, everywhere: bool) -> None:
         self._api = kubernetes.CustomObjectsApi(client.api)
@@ -179,11 +174,7 @@ def _key(body: dict[str, Any]) -> tuple[str, str]:
 
 
 class PortForwards:
-    """Port-forwards to live pages, each opened when it is asked for first.
-
-    Args:
-        client: of the cluster.
-    """
+    """Port-forwards to live pages, each opened when it is asked for first."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -67,9 +67,6 @@ def followed(
         stream: lines of one, from the time that is given (some earlier ones may come again); it ends with the worker,
             or earlier; then it may raise :class:`BrokenOff`, and is read again, also if the worker has ended.
         finished: whether the job is over.
-
-    Raises:
-        VirtualFlowError: what a stream has raised.
     """
     found: queue.SimpleQueue[Line | VirtualFlowError] = queue.SimpleQueue()
     readers: dict[str, threading.Thread] = {}

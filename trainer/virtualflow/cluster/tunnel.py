@@ -32,11 +32,7 @@ _FORWARDS = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 
 
 def kubectl(*, kubeconfig: str | None, context: str | None) -> list[str]:
-    """The beginning of a command to the same cluster.
-
-    Raises:
-        ConfigurationError: there is no kubectl.
-    """
+    """The beginning of a command to the same cluster."""
     program = shutil.which("kubectl")
     if program is None:
         raise ConfigurationError("the way to the page is kubectl port-forward, and there is no kubectl on the PATH")
@@ -110,11 +106,7 @@ class PortForward:
         self.thread.start()
 
     def address(self) -> str:
-        """Where the page is, once it can be opened.
-
-        Raises:
-            VirtualFlowError: it cannot.
-        """
+        """Where the page is, once it can be opened."""
         self._told.wait(OPENING)
         if not self._address:
             raise self._error

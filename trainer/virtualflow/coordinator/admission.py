@@ -9,7 +9,7 @@ from virtualflow.coordinator.roster import Contact
 from virtualflow.coordinator.settings import HEARTBEATS
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.coordinator.state import JobState
-from virtualflow.protocol import http_api
+from virtualflow.protocol import http_api, lineage
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_REASON, MAX_RUNS, MAX_TEXT
 from virtualflow.protocol.versions import (
@@ -214,7 +214,7 @@ def _went_on_elsewhere(job: JobState, hello: m.Hello) -> bool:
 
 def fault_in_number(generation: m.Generation) -> str | None:
     """What is wrong with the number of a generation, if anything."""
-    return None if generation.possible else "no such generation is ever made"
+    return None if lineage.is_possible(generation) else "no such generation is ever made"
 
 
 def _bound(job: JobState, hello: m.Hello) -> bool:

@@ -65,7 +65,7 @@ def number_above(state: JobState, generation: m.Generation) -> None:
     """
     state.counter = max(state.counter, generation.counter)
     if generation.incarnation > state.incarnation:
-        state.incarnation = min(generation.incarnation + 1 + state.incarnation % APART, m.LAST_INCARNATION)
+        state.incarnation = min(generation.incarnation + 1 + state.incarnation % APART, lineage.LAST_INCARNATION)
 
 
 def learn(state: JobState, plan: m.Plan, now: float) -> None:

@@ -107,7 +107,7 @@ def _memory(job: JobState) -> http_api.MemoryReport | None:
         return None
     plans = [(member.worker, job.roster.contacts[member.incarnation].memory) for member in members]
     budgets = [(worker, plan) for worker, plan in plans if plan is not None]
-    offloading = [(worker, plan.reason) for worker, plan in budgets if plan.offloads]
+    offloading = [(worker, plan.reason) for worker, plan in budgets if plan.swapped + plan.recomputed > 0]
     planned = sum(1 for _, plan in budgets if plan.reason)
     worker, words = offloading[0] if offloading else ("", "")
     return http_api.MemoryReport(len(budgets), planned, len(offloading), worker, words)

@@ -251,9 +251,6 @@ class SamplePlan:
         """Return the indices of the samples that ``virtual_node`` gets, in order, as int64 ``[n]``; there may be none.
 
         With a ``count``, those of as many virtual nodes from this one on. The tensor must not be written to.
-
-        Raises:
-            ConfigurationError: the batch does not divide evenly over ``virtual_nodes``.
         """
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
         if count > 1:

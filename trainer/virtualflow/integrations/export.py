@@ -94,12 +94,7 @@ def parser() -> Parser:
 
 
 def model_state(tree: Mapping[str, Any], signature: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the model's ``state_dict()``; those of tied parameters are the same object.
-
-    Args:
-        tree: what a checkpoint holds.
-        signature: of its model and optimizer.
-    """
+    """The tensors of the model's ``state_dict()``; those of tied parameters are the same object."""
     parameters: Mapping[str, Tensor] = tree["parameters"]
     transient = set(signature.get("transient", ()))
     state = dict(parameters)

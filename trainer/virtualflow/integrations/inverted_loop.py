@@ -98,11 +98,7 @@ class InvertedLoop:
         return None if self._on_loan is not None else self._step
 
     def refuse_behind_step(self, what: str) -> None:
-        """See that the body has a micro-batch for which ``optimizer.step()`` is still to be called.
-
-        Raises:
-            ConfigurationError: it has none.
-        """
+        """See that the body has a micro-batch for which ``optimizer.step()`` is still to be called."""
         _ = self.run
         if self._asked:
             raise ConfigurationError(
@@ -110,11 +106,7 @@ class InvertedLoop:
             )
 
     def refuse_before_step(self, what: str) -> None:
-        """See that the script stands between two steps.
-
-        Raises:
-            ConfigurationError: it does not.
-        """
+        """See that the script stands between two steps."""
         if self._run is not None and not self.stepped:
             raise ConfigurationError(
                 f"{what} was called in the middle of a step, where workers differ; call it behind optimizer.step() "
@@ -178,9 +170,6 @@ class InvertedLoop:
 
     def step(self, *, closure: bool = False) -> None:
         """What ``optimizer.step()`` does: ask for the next micro-batch; the step may be made by that.
-
-        Args:
-            closure: whether it got one.
 
         Raises:
             ConfigurationError: there is a closure, or no micro-batch that it could be for.

@@ -96,12 +96,7 @@ class Notes:
 
 
 class Story:
-    """What a training has come to beside the model, for joiners and checkpoints: states of callbacks, what was logged.
-
-    Args:
-        trainer: whose.
-        notes: of its micro-batches.
-    """
+    """What a training has come to beside the model, for joiners and checkpoints: callbacks, and what was logged."""
 
     def __init__(self, trainer: Any, notes: Notes) -> None:
         self._trainer, self._notes = trainer, notes
@@ -195,11 +190,7 @@ _CALLBACK = ("on_before_optimizer_step", "on_before_zero_grad")
 
 
 def refuse(trainer: Any, loader: Any) -> None:
-    """Check that a training can be elastic.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Check that a training can be elastic."""
     module, accumulated = trainer.lightning_module, trainer.accumulate_grad_batches
     batches, checked = trainer.num_training_batches, trainer.val_check_batch
     for given, sentence in (
@@ -293,11 +284,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
     # --- the run ------------------------------------------------------------------------------------------------------
 
     def make_run(self, trainer: Any, story: Story) -> Run:
-        """The run of a training whose data and optimizer are there.
-
-        Raises:
-            ConfigurationError: it cannot be elastic.
-        """
+        """The run of a training whose data and optimizer are there."""
         loader, batches, accumulated = (
             trainer.train_dataloader,
             trainer.num_training_batches,

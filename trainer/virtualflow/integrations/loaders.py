@@ -20,11 +20,7 @@ def virtual_nodes_of(batch_size: int, accumulated: int) -> int:
 
 
 def refuse_streams(dataset: Any, name: str) -> None:
-    """See that a dataset has samples with numbers.
-
-    Raises:
-        ConfigurationError: it has none.
-    """
+    """See that a dataset has samples with numbers."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigurationError(
             f"{name} needs a dataset with __len__ and __getitem__; for a stream write the loop with vf.elastic"
@@ -87,9 +83,6 @@ def order_of(loader: Any, batches: int | None = None) -> Callable[[int, int], Se
     Args:
         loader: of a map-style dataset.
         batches: leave out what is behind so many of the loader's, as a last one that is not whole.
-
-    Raises:
-        ConfigurationError: it has none, but batches of its own.
     """
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if sampler is None:

@@ -49,11 +49,7 @@ _TIMES = ("_runtime", "_per_second")
 
 
 class Story:
-    """How far a trainer has come, for joiners and checkpoints: its state, and that of its callbacks.
-
-    Args:
-        trainer: whose.
-    """
+    """How far a trainer has come, for joiners and checkpoints: its state, and that of its callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -94,11 +90,7 @@ class Story:
 
 
 class Batches(torch.utils.data.Dataset[Any]):
-    """The batches of a loader, by number, collated.
-
-    Args:
-        loader: of a map-style dataset.
-    """
+    """The batches of a loader, by number, collated."""
 
     def __init__(self, loader: Any) -> None:
         self._dataset, self._indices = loader.dataset, list(loader.batch_sampler)
@@ -132,11 +124,7 @@ def on_host(nest: Any) -> Any:
 
 
 def newest_checkpoint(directory: Path) -> str:
-    """The newest complete checkpoint in a directory: whoever writes one may be killed in the middle of it.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The newest complete checkpoint in a directory: whoever writes one may be killed in the middle of it."""
     names = (re.fullmatch(r"checkpoint-(\d+)", path.parent.name) for path in directory.glob(f"checkpoint-*/{STATE}"))
     steps = [int(name[1]) for name in names if name]
     if not steps:
@@ -149,11 +137,7 @@ def overrides(callback: TrainerCallback, *events: str) -> bool:
 
 
 def refuse(args: Any, callbacks: Sequence[Any], dataset: Any, trial: Any) -> None:
-    """Check that a training can be elastic.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Check that a training can be elastic."""
     for given, sentence in (
         (
             args.world_size > 1 or args.n_gpu > 1,

@@ -94,11 +94,7 @@ def _range(steps: list[int]) -> str:
 
 
 def check(arguments: Namespace, settings: LauncherSettings) -> int:
-    """Run a script in several ways and compare; the exit code.
-
-    Raises:
-        ConfigurationError: it makes no sense; nothing has been started.
-    """
+    """Run a script in several ways and compare; the exit code."""
     program = TrainingProgram(arguments.script, arguments.module)
     program.check()
     check_trainer()

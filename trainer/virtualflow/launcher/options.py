@@ -77,11 +77,7 @@ class RunOptions:
 
 
 def resolve(arguments: Namespace) -> RunOptions:
-    """Check the command line's arguments and what they name.
-
-    Raises:
-        ConfigurationError: something cannot be done; nothing has been started.
-    """
+    """Check the command line's arguments and what they name."""
     job, source, title = _asked_for(arguments)
     environment = dict(job.environment)
     if job.reproducibility is not None:

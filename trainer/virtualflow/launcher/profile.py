@@ -43,12 +43,7 @@ _QUIET = ALLOCATOR_ENVIRONMENT | {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL
 
 
 def profile(arguments: Namespace) -> int:
-    """Measure a script and write its profile; the exit code.
-
-    Raises:
-        ConfigurationError: something cannot be done; nothing has been started.
-        VirtualFlowError: the script failed, or trained nothing.
-    """
+    """Measure a script and write its profile; the exit code."""
     program = TrainingProgram(arguments.script, arguments.module)
     target = target_of(program) if arguments.out is None else Path(arguments.out)
     measured = measure(program, arguments.args, target, virtual_nodes=arguments.virtual_nodes, sizes=arguments.sizes)
@@ -76,10 +71,6 @@ def measure(
     Args:
         sizes: in virtual nodes, with commas between them, instead of those that suggest themselves.
         output: where what the script writes goes; ``None``: where ours goes.
-
-    Raises:
-        ConfigurationError: something cannot be done; nothing has been started.
-        VirtualFlowError: the script failed, or trained nothing.
     """
     program.check()
     check_trainer()

@@ -78,12 +78,7 @@ class JobHistory:
         return describe_new_beginning(step, status.step, saved)
 
     def take(self, status: Status, now: float = 0.0) -> tuple[list[Change], list[Event]]:
-        """Remember what ``status`` tells; the changes and events that were not known before.
-
-        Args:
-            status: of the job.
-            now: Unix time.
-        """
+        """Remember what ``status`` tells; the changes and events that were not known before."""
         heard = status.metrics or status.steps_per_second  # a new coordinator knows a step before its figures
         if heard and status.phase not in ENDED:
             self._take_figures(status, now)
@@ -175,9 +170,6 @@ def read_report(content: bytes, name: str) -> Report:
     Args:
         content: of the file.
         name: what it is called in a complaint.
-
-    Raises:
-        ConfigurationError: it is no report.
     """
     try:
         return msgspec.json.decode(content, type=Report)
@@ -186,11 +178,7 @@ def read_report(content: bytes, name: str) -> Report:
 
 
 def origin_of(command: Sequence[str]) -> dict[str, str]:
-    """What the bits of a job may depend on, as far as this process knows it: its script and this machine.
-
-    Args:
-        command: of each worker.
-    """
+    """What the bits of a job may depend on, as far as this process knows it: its script and this machine."""
     script = next((Path(word) for word in command if word.endswith(".py") and Path(word).is_file()), None)
     origin = {"command": shlex.join(command), "virtualflow": __version__, "python": platform.python_version()}
     if script is not None:
@@ -318,11 +306,7 @@ def _generation(numbers: Sequence[int]) -> tuple[int, int]:
 
 
 def write_audit(path: Path, directory: Path) -> int:
-    """Merge the fragments in ``directory`` into ``path``; how many lines it has.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Merge the fragments in ``directory`` into ``path``; how many lines it has."""
 
     def fragments() -> Iterator[Iterator[str]]:
         for fragment in sorted(directory.glob("*.jsonl")):

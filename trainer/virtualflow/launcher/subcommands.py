@@ -27,25 +27,16 @@ from virtualflow.protocol.settings import (
 # What the help of each command shows of its use; a test parses all of them.
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
-    "": (
-        "virtualflow check train.py",
-        "virtualflow run --workers 3 train.py --lr 0.1",
-    ),
+    "": ("virtualflow check train.py", "virtualflow run --workers 3 train.py --lr 0.1"),
     "run": (
         "virtualflow run --workers 3 train.py --lr 0.1",
         "virtualflow run --workers 3 -m package.train --lr 0.1",
         'virtualflow run --schedule "10:=3,20:kill" --report report.json train.py',
         "virtualflow run --checkpoint-dir checkpoints -f job.yaml",
     ),
-    "check": (
-        "virtualflow check train.py --lr 0.1",
-        "virtualflow check --steps 3 --workers 4 -m package.train",
-    ),
+    "check": ("virtualflow check train.py --lr 0.1", "virtualflow check --steps 3 --workers 4 -m package.train"),
     "bisect": ("virtualflow bisect traces/alone traces/three-workers",),
-    "profile": (
-        "virtualflow profile train.py",
-        "virtualflow profile --out v100.json --sizes 1,2 train.py --lr 0.1",
-    ),
+    "profile": ("virtualflow profile train.py", "virtualflow profile --out v100.json --sizes 1,2 train.py --lr 0.1"),
     "plan": (
         "virtualflow plan --device 12GiB train.py",
         "virtualflow plan v100.json --device 12GiB",
@@ -75,13 +66,6 @@ EXPLAIN_WORKERS = 2
 
 _DAY = 86_400
 _LONGEST = 366 * _DAY
-_AT_LEAST_1: dict[str, Any] = {
-    "type": int,
-    "action": Number,
-    "least": 1,
-    "most": sys.maxsize,
-    "must": "it must be at least 1",
-}
 
 
 def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettings) -> Parser:
@@ -164,6 +148,12 @@ def _range(kind: type, least: float, most: float, must: str = _BETWEEN) -> dict[
     return {"type": kind, "action": Number, "least": least, "most": most, "must": must.format(least, most)}
 
 
+_AT_LEAST_1 = _range(int, 1, sys.maxsize, "it must be at least 1")
+_PORT = _range(int, 0, 65_535, "a port is between 1 and {1}, or 0 for any that is free")
+_ABOVE_ZERO = _range(float, ABOVE_ZERO, _LONGEST, "it must be above 0 and at most {1} seconds")
+_WORKERS = _range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most")
+
+
 def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     parser.usage = "virtualflow run [OPTIONS] (SCRIPT [ARGS ...] | -m MODULE [ARGS ...] | -f JOB.yaml)"
     job = parser.add_argument_group("the job")
@@ -171,7 +161,7 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
         "--workers",
         metavar="N",
         help=f"worker processes (default {WORKERS}, or the manifest's)",
-        **_range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most"),
+        **_WORKERS,
     )
     job.add_argument(
         "--virtual-nodes",
@@ -257,14 +247,11 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--checkpoint-seconds",
         metavar="T",
         help=f"every T seconds (default {CHECKPOINT_SECONDS:g})",
-        **_range(float, ABOVE_ZERO, _LONGEST, "it must be above 0 and at most {1} seconds"),
+        **_ABOVE_ZERO,
     )
     group.add_argument(
         "--checkpoint-keep", metavar="K", help=f"keep the last K (default {CHECKPOINT_KEEP})", **_AT_LEAST_1
     )
-
-
-_PORT = _range(int, 0, 65_535, "a port is between 1 and {1}, or 0 for any that is free")
 
 
 def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettings) -> None:
@@ -347,7 +334,7 @@ def _add_check(parser: Parser, settings: LauncherSettings) -> None:
         default=settings.check_limit,
         metavar="S",
         help=f"how long each run may take (default {settings.check_limit:g})",
-        **_range(float, ABOVE_ZERO, _LONGEST, "it must be above 0 and at most {1} seconds"),
+        **_ABOVE_ZERO,
     )
     _add_script(parser, required=True)
     parser.epilog = (
@@ -410,7 +397,7 @@ def _add_explain(parser: Parser) -> None:
         default=EXPLAIN_WORKERS,
         metavar="N",
         help=f"worker processes (default {EXPLAIN_WORKERS})",
-        **_range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most"),
+        **_WORKERS,
     )
     _add_virtual_nodes(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
@@ -469,20 +456,11 @@ def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
     parser.add_argument(
         "--port", required=True, metavar="P", help="the port to listen on; 0 for any that is free", **_PORT
     )
-    parser.add_argument(
-        "--wanted",
-        default=1,
-        metavar="N",
-        help="how many workers to start with (default 1)",
-        **_range(int, 1, MAX_WORKERS),
-    )
-    parser.add_argument(
-        "--minimum",
-        default=1,
-        metavar="N",
-        help="begin with no fewer workers than that (default 1)",
-        **_range(int, 1, MAX_WORKERS),
-    )
+    for option, what in (
+        ("--wanted", "how many workers to start with"),
+        ("--minimum", "begin with no fewer workers than that"),
+    ):
+        parser.add_argument(option, default=1, metavar="N", help=f"{what} (default 1)", **_range(int, 1, MAX_WORKERS))
     grace = settings.membership.startup_grace
     parser.add_argument(
         "--startup-grace",

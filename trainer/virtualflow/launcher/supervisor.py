@@ -107,9 +107,6 @@ class Supervisor:
         Args:
             log: its output goes to the end of this file.
             sink: told each line of output, without its end.
-
-        Raises:
-            OSError: the program cannot be executed.
         """
         popen = subprocess.Popen(
             command,

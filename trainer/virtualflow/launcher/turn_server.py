@@ -215,11 +215,7 @@ async def _read(reader: asyncio.StreamReader) -> FromSharer | None:
 
 
 def serve_turns(path: Path, limit: float) -> int:
-    """Lend this node's devices until SIGTERM or SIGINT; the exit code.
-
-    Raises:
-        ConfigurationError: nothing can listen at ``path``.
-    """
+    """Lend this node's devices until SIGTERM or SIGINT; the exit code."""
     _make_room(path)
     asyncio.run(_listen(path, TurnServer(limit)))
     path.unlink(missing_ok=True)

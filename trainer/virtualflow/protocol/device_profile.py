@@ -210,11 +210,7 @@ def misfit(profile: DeviceProfile, situation: Situation) -> str | None:
 
 
 def seconds_for(profile: DeviceProfile, micro_batch: int) -> float:
-    """How long a micro-batch of so many samples takes; between two measured sizes, on the line between them.
-
-    Raises:
-        ValueError: it is beyond what was measured.
-    """
+    """How long a micro-batch of so many samples takes; between two measured sizes, on the line between them."""
     below = [size for size in profile.sizes if size.micro_batch <= micro_batch]
     above = [size for size in profile.sizes if size.micro_batch >= micro_batch]
     if not below or not above:

@@ -23,9 +23,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from virtualflow.protocol.messages import LAST_COUNTER, LAST_INCARNATION, NO_GENERATION, Generation, Plan
+from virtualflow.protocol.messages import NO_GENERATION, Generation, Plan
 
 Stage = Literal["attempted", "counted", "settled"]
+
+LAST_INCARNATION = 2**43
+"""Milliseconds since 1970 in the year 2248: no clock that an incarnation is read from is that far ahead."""
+LAST_COUNTER = 2**53 - 2**20
+"""One can always be counted on from."""
+
+
+def is_possible(number: Generation) -> bool:
+    """Whether a coordinator may have made it; else it is a slip or a forgery, which nothing is to come behind."""
+    return 0 < number.incarnation <= LAST_INCARNATION and 0 < number.counter <= LAST_COUNTER
 
 
 def number_above(floor: Generation, now: float) -> Generation:

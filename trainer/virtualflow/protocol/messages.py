@@ -37,10 +37,9 @@ class Base(msgspec.Struct, frozen=True, tag_field="type", rename="camel"):
 
 
 class Generation(Base, frozen=True, order=True, tag=False):
-    """The number of a membership: (incarnation of the coordinator that made it, counter); compared in that order.
-
-    The counter goes on upward across coordinators, so people may call a generation by it; the incarnation makes sure
-    that two coordinators never make the same number.
+    """The number of a membership: (incarnation of the coordinator that made it, counter); compared in that order. The
+    counter goes on upward across coordinators, so people may call a generation by it; the incarnation makes sure that
+    two coordinators never make the same number.
     """
 
     incarnation: Count
@@ -49,16 +48,6 @@ class Generation(Base, frozen=True, order=True, tag=False):
     def __str__(self) -> str:
         return str(self.counter)
 
-    @property
-    def possible(self) -> bool:
-        """Whether a coordinator may have made it; else it is a slip or a forgery, which nothing is to come behind."""
-        return 0 < self.incarnation <= LAST_INCARNATION and 0 < self.counter <= LAST_COUNTER
-
-
-LAST_INCARNATION = 2**43
-"""Milliseconds since 1970 in the year 2248: no clock that an incarnation is read from is that far ahead."""
-LAST_COUNTER = 2**53 - 2**20
-"""One can always be counted on from."""
 
 NO_GENERATION = Generation(0, 0)
 """The one before the first, and the offer of a worker that has none to enter."""
@@ -163,10 +152,6 @@ class MemoryPlan(Base, frozen=True, tag=False):
     reason: Sentence = ""
     """In words; empty: it still measures its blocks, and has no plan yet."""
 
-    @property
-    def offloads(self) -> bool:
-        return self.swapped + self.recomputed > 0
-
 
 class RunResult(Base, frozen=True, tag=False):
     """What a run of the script has ended with, while the script goes on."""
@@ -216,8 +201,7 @@ class Hello(Base, frozen=True, tag="hello"):
     heard: Generation = NO_GENERATION
     """The newest that it was told of, entered or not: it listens to none before that one."""
     floor: Generation = NO_GENERATION
-    """The newest generation that it knows of, by the checkpoint directory or from a plan: a first one is numbered above
-    it."""
+    """The newest generation that it knows of, by a checkpoint or from a plan: a first one is numbered above it."""
     failing: bool = False
     """It has failed before it could take part, and before its self-test: it comes only to say why."""
     memory: MemoryPlan | None = None
@@ -286,9 +270,8 @@ class Prepared(Base, frozen=True, tag="prepared"):
 
 
 class Entered(Base, frozen=True, tag="entered"):
-    """This worker has left its former generation for this one, with the state of ``step`` completed steps.
-
-    A worker that has no state yet says so only once it has received one: until then it is waiting to join.
+    """This worker has left its former generation for this one, with the state of ``step`` completed steps: one that had
+    no state says so only once it has received one.
     """
 
     plan: Plan
@@ -297,9 +280,8 @@ class Entered(Base, frozen=True, tag="entered"):
 
 
 class EnteredTold(Base, frozen=True, tag="entered-told"):
-    """As :class:`Entered`, of a plan that came over this very connection: its members need not be told back.
-
-    A generation of a thousand workers would come back to the coordinator a thousand times.
+    """As :class:`Entered`, of a plan that came over this very connection: its members need not be told back, since a
+    generation of a thousand workers would come back a thousand times.
     """
 
     generation: Generation
@@ -308,10 +290,9 @@ class EnteredTold(Base, frozen=True, tag="entered-told"):
 
 
 class Pace(Base, frozen=True, tag="pace"):
-    """How long this worker computes for a virtual node with a whole pass, measured while it trained in ``generation``.
-
-    From fetching its first micro-batch to the end of its last backward pass, without synchronizing gradients and
-    without waiting for others; told again to a coordinator that is new.
+    """How long this worker computes for a virtual node with a whole pass in ``generation``, from fetching its first
+    micro-batch to the end of its last backward pass, without synchronizing gradients and without waiting for others;
+    told again to a coordinator that is new.
     """
 
     generation: Generation
@@ -402,11 +383,10 @@ class Note(Base, frozen=True, tag="note"):
     """Something for the job's events: a checkpoint written or skipped, a warning."""
 
     kind: Word
-    """One of ``NoteKind``, or of those of a newer version."""
+    """One of ``NoteKind``, or of a newer version's."""
     text: Sentence
     memory: MemoryPlan | None = None
-    """The plan that this is about, which was just made. It is no event then, but for a coordinator that does not know
-    this field. ``Hello`` tells it to coordinators to come."""
+    """The plan that this is about, just made: no event then, but for a coordinator that does not know this field."""
 
 
 class Checkpointed(Base, frozen=True, tag="checkpointed"):
@@ -429,10 +409,9 @@ class RenewLease(Base, frozen=True, tag="renew-lease"):
     number: Count
 
 
-Presence = Hello | Heartbeat | Stacks | RenewLease
-Membership = Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
-Training = Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
-FromWorker = Presence | Membership | Training
+_Presence = Hello | Heartbeat | Stacks | RenewLease
+_Membership = Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
+FromWorker = _Presence | _Membership | Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
 
 # --- coordinator to worker --------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.lineage import is_possible
 from virtualflow.protocol.messages import NO_GENERATION, Generation
 
 _COMPLETE = re.compile(r"step-(\d{8,15})(?:\.(\d{1,13})\.(\d{1,16}))?")
@@ -49,7 +50,7 @@ class Mark(NamedTuple):
             return None
         fence = Generation(int(match[2] or 0), int(match[3] or 0))
         # What no generation can come behind would hide all that is written from now on.
-        return cls(fence, int(match[1])) if fence == NO_GENERATION or fence.possible else None
+        return cls(fence, int(match[1])) if fence == NO_GENERATION or is_possible(fence) else None
 
 
 _PASSING = frozenset(

@@ -182,9 +182,6 @@ def take_gradients(named: Sequence[tuple[str, nn.Parameter]], settled: Settled) 
 
     Returns:
         What is still to be added up, and at which places the virtual node had a gradient.
-
-    Raises:
-        ConfigurationError: a gradient is sparse.
     """
     gradients: Tensors = [parameter.grad for _, parameter in named]
     given = [gradient is not None for gradient in gradients]

@@ -108,11 +108,7 @@ class PartialBackward:
         return cost if self.full_every is None else cost + (1 - cost) / self.full_every
 
     def check(self, virtual_nodes: int) -> None:
-        """Check that a job of so many virtual nodes trains all of the model.
-
-        Raises:
-            ConfigurationError: it does not.
-        """
+        """Check that a job of so many virtual nodes trains all of the model."""
         if self.rotate or self.full_every is not None:
             return
         if all(self.fraction(1, node, virtual_nodes) < 1 for node in range(virtual_nodes)):

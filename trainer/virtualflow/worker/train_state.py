@@ -178,9 +178,6 @@ class Training:
             reserve: memory for what is not the model's own.
             in_place: into the model's own parameters where they are dense. Only for a worker that has no state to lose:
                 if the rest does not arrive, its model is spoiled.
-
-        Raises:
-            ConfigurationError: the state does not fit; nothing has changed.
         """
         capture.check_fit(tree, self.model, self.optimizer, self.scheduler, self.scaler)
         self.companions.check_fit(tree.get("state", {}))
