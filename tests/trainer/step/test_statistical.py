@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from elastic_jobs import BEGUN_EARLY, EXCHANGE, ElasticJob, Trained, alone, die_here, trained
-from injected import injected
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -69,7 +69,7 @@ def growing_at_once() -> Iterator[None]:
 
     Tuner.observe = faster  # type: ignore[method-assign]
     try:
-        with injected(fusion={"warm_up": 0, "attempts": 1, "rounds": 1}):
+        with patch.multiple("virtualflow.step.fusion_tuner", WARM_UP=0, ATTEMPTS=1, ROUNDS=1):
             yield
     finally:
         Tuner.observe = observe  # type: ignore[method-assign]

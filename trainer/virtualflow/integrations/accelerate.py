@@ -107,7 +107,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """As ``Accelerator.backward``; the loss of a step, over all its samples, is in ``run.metrics``."""
-        self._loop.refuse_behind_step("backward()")
+        self._loop.refuse_behind_step()
         step = self._loop.step_under_way
         if step is not None:
             step.log(loss=loss)

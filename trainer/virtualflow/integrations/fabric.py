@@ -89,7 +89,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *arguments: Any, **options: Any) -> None:
         """As any strategy's; the loss of a step, over all its samples, is in ``run.metrics``."""
-        self._loop.refuse_behind_step("backward()")
+        self._loop.refuse_behind_step()
         step = self._loop.step_under_way
         if step is not None:
             step.log(loss=tensor)

@@ -97,12 +97,12 @@ class InvertedLoop:
         """The step that the body's micro-batch counts for, if it does."""
         return None if self._on_loan is not None else self._step
 
-    def refuse_behind_step(self, what: str) -> None:
+    def refuse_behind_step(self) -> None:
         """See that the body has a micro-batch for which ``optimizer.step()`` is still to be called."""
         _ = self.run
         if self._asked:
             raise ConfigurationError(
-                f"{what} was called behind optimizer.step(), or outside of the loop; call it before"
+                "backward() was called behind optimizer.step(), or outside of the loop; call it before"
             )
 
     def refuse_before_step(self, what: str) -> None:

@@ -8,7 +8,7 @@ predecessor did not come to. It cannot know what of it is there already: that is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from virtualflow.step import Attempt, StepPart
@@ -27,10 +27,9 @@ class Tracking(StepPart):
         session: AnySession,
         training: Training,
         settings: TrackingSettings,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writers = [_Writer(tracker) for tracker in trackers]
-        self._session, self._training, self._settings, self._clock = session, training, settings, clock
+        self._session, self._training, self._settings = session, training, settings
         self._begun: int | None = None
         """The step that this worker makes, or has made and not noted yet."""
         self._rates: tuple[float, ...] = ()
@@ -56,7 +55,7 @@ class Tracking(StepPart):
 
     def note(self) -> None:
         """Note the last step, now that all code behind it has run; said again, what was logged since is added to it."""
-        training, now = self._training, self._clock()
+        training, now = self._training, time.monotonic()
         step = training.completed_steps
         logged, self._logged = self._logged, {}
         if self._begun != step:
@@ -92,11 +91,11 @@ class Tracking(StepPart):
                 writer.close()
             return
         missing = sum(step > self._written for step in tracked)
-        waited = self._clock() - self._tried_at
+        waited = time.monotonic() - self._tried_at
         settings = self._settings
         if not missing or not (now or missing >= settings.steps or waited >= settings.seconds):
             return
-        self._tried_at = self._clock()
+        self._tried_at = time.monotonic()
         self._session.activity.mark("writing to trackers", self._training.completed_steps)
         generation = self._session.generation
         fence = generation.incarnation, generation.counter
