@@ -24,8 +24,8 @@ from virtualflow.reduction import Accumulator, Reducer, choose_summation
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.bucket_exchange import flatten, unflatten
 from virtualflow.reduction.settings import Algorithm, Exchange, ReductionSettings
-from virtualflow.state import capture
-from virtualflow.state.transfer import Moved, TransferSettings, move_state, pack_state
+from virtualflow.state import capture, transfer
+from virtualflow.state.transfer import Moved, move_state, pack_state
 from virtualflow.step.buffers import BufferTracker, same_at_once
 from virtualflow.step.guard import add_bits
 from virtualflow.step.header import Schema, read_numbers, read_together
@@ -139,7 +139,9 @@ def test_hashes_and_sums_of_bits_are_those_of_the_host(device: torch.device) -> 
     assert [int(add_bits(tensor.to(device))) for tensor in tensors] == [int(add_bits(tensor)) for tensor in tensors]
 
 
-def test_a_state_comes_to_another_worker_bit_by_bit_and_stays_on_the_device(device: torch.device) -> None:
+def test_a_state_comes_to_another_worker_bit_by_bit_and_stays_on_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = network(device)
         torch.manual_seed(seed)
@@ -151,7 +153,8 @@ def test_a_state_comes_to_another_worker_bit_by_bit_and_stays_on_the_device(devi
         optimizer.step()
         return model, optimizer
 
-    settings = TransferSettings(stripe=64, piece=128)
+    monkeypatch.setattr(transfer, "STRIPE", 64)
+    monkeypatch.setattr(transfer, "PIECE", 128)
     sides = [stepped(0), stepped(1)]
     tree = capture.capture(*sides[0], None, None, {})
     communicators = mesh(2)
@@ -162,8 +165,8 @@ def test_a_state_comes_to_another_worker_bit_by_bit_and_stays_on_the_device(devi
         return {path: own.get(path, torch.empty(like.shape, dtype=like.dtype)) for path, like in stripes.items()}
 
     def take_part(rank: int) -> Moved:
-        packed = pack_state(tree, settings) if rank == 0 else None
-        return move_state(communicators[rank], [0], [1], packed=packed, land=land, settings=settings)
+        packed = pack_state(tree) if rank == 0 else None
+        return move_state(communicators[rank], [0], [1], packed=packed, land=land)
 
     with ThreadPoolExecutor(2) as threads:
         moved = list(threads.map(take_part, range(2)))
@@ -176,8 +179,10 @@ def test_a_state_comes_to_another_worker_bit_by_bit_and_stays_on_the_device(devi
         assert {parameter.device.type, state["exp_avg"].device.type} == {device.type}
 
 
-def test_a_state_is_sent_and_received_behind_the_kernels_that_were_launched_before(device: torch.device) -> None:
-    settings = TransferSettings(stripe=64)
+def test_a_state_is_sent_and_received_behind_the_kernels_that_were_launched_before(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "STRIPE", 64)
     tensors = [torch.zeros(1 << 20, device=device) for _ in range(2)]
     trees: list[dict[str, Any]] = [{"parameters": {"w": tensor}, "optimizer": {"state": {}}} for tensor in tensors]
     communicators = mesh(2)
@@ -189,14 +194,13 @@ def test_a_state_is_sent_and_received_behind_the_kernels_that_were_launched_befo
             for _ in range(50):
                 busy = torch.tanh(busy @ busy)
             tensors[rank].add_(rank + 1)
-            packed = pack_state(trees[rank], settings) if rank == 0 else None
+            packed = pack_state(trees[rank]) if rank == 0 else None
             move_state(
                 communicators[rank],
                 [0],
                 [1],
                 packed=packed,
                 land=lambda _, stripes: dict.fromkeys(stripes, tensors[1]),
-                settings=settings,
             )
 
     with ThreadPoolExecutor(2) as threads:

@@ -43,7 +43,6 @@ from tiers import examples, nightly
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.transport.interface import Collectives
 
@@ -91,7 +90,6 @@ class Worker:
             choose_summation(NODES, self.reproducibility),
             micro_batch=SAMPLES,
             reduction=self.settings,
-            transfer=TransferSettings(),
             spot_checker=checker,
         )
         self.update.enter()

@@ -26,7 +26,6 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Accumulator, Offload, Tensors, choose_offloaded, choose_summation, plan_offload
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.tree import Key
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
 
 # --- which ------------------------------------------------------------------------------------------------------------
@@ -166,7 +165,6 @@ def peak(
             reduction=ReductionSettings(
                 one_by_one=one_by_one, exchange=Exchange("reduce-scatter", overlap=True), bucket=GRADIENT // 3
             ),
-            transfer=TransferSettings(),
         )
         memory = CountedMemory()
         update.sync.offload = None if room is None else Offload(memory, room, AHEAD)

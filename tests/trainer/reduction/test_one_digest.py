@@ -25,7 +25,6 @@ from tiers import examples
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import Choose, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
 from virtualflow.transport.interface import Collectives
 from virtualflow.worker.repair import Remains, plan_repair
@@ -133,7 +132,6 @@ class Member:
             choose_summation(training.virtual_nodes, "bitwise"),
             micro_batch=SAMPLES,
             reduction=SETTINGS,
-            transfer=TransferSettings(),
             choose=choose,
         )
         self.computed: Counter[tuple[int, int]] = Counter()

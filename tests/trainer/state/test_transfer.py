@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
-from injected import inject
 from meshes import mesh
 from states import assert_same, captured, small_model
 from torch import nn
@@ -23,9 +22,9 @@ from tiers import nightly
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.settings import ENV_WORKER
-from virtualflow.state import capture
+from virtualflow.state import capture, transfer
 from virtualflow.state.striping import size_of
-from virtualflow.state.transfer import Moved, Reserve, TransferSettings, move_state, pack_state
+from virtualflow.state.transfer import Moved, Reserve, move_state, pack_state
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 
@@ -43,9 +42,10 @@ from virtualflow.transport.interface import Message
     ],
 )
 def test_receivers_get_the_donors_bits_into_their_own_parameters(
-    donors: list[int], receivers: list[int], odd: int | None
+    donors: list[int], receivers: list[int], odd: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = TransferSettings(stripe=64, piece=128)
+    monkeypatch.setattr(transfer, "STRIPE", 64)
+    monkeypatch.setattr(transfer, "PIECE", 128)
     model, optimizer = small_model()
     tree = captured(model, optimizer)
     communicators = mesh(len(donors) + len(receivers))
@@ -68,9 +68,9 @@ def test_receivers_get_the_donors_bits_into_their_own_parameters(
         packed = None
         if rank in donors:
             other = {**tree, "parameters": {}} if rank == odd else tree
-            packed = pack_state(other, settings)
+            packed = pack_state(other)
         where = land(rank) if rank in receivers else lambda *_: {}
-        return move_state(communicators[rank], donors, receivers, packed=packed, land=where, settings=settings)
+        return move_state(communicators[rank], donors, receivers, packed=packed, land=where)
 
     with ThreadPoolExecutor(len(communicators)) as threads:
         moved = list(threads.map(take_part, range(len(communicators))))
@@ -86,7 +86,7 @@ def test_receivers_get_the_donors_bits_into_their_own_parameters(
         for entry in fresh[rank][1].state.values():
             assert all(value.untyped_storage().nbytes() == size_of(value) for value in entry.values())
     assert {one.donors for one in moved} == {len(donors) - (odd is not None)}
-    assert {one.bytes for rank, one in enumerate(moved) if rank != odd} == {pack_state(tree, settings).size}
+    assert {one.bytes for rank, one in enumerate(moved) if rank != odd} == {pack_state(tree).size}
 
 
 def test_nothing_is_written_into_memory_that_a_receiver_has_taken_back() -> None:
@@ -159,7 +159,7 @@ def fail_at_message(number: int, how: str) -> None:
 def train(victim: str = "", number: int = 0, how: str = "", checkpoints: Path | None = None) -> Trained:
     """Eight steps of a model whose tensors are striped in several pieces."""
     torch.manual_seed(1)
-    inject(transfer={"stripe": 64, "piece": 256})
+    transfer.STRIPE, transfer.PIECE = 64, 256
     if victim and os.environ.get(ENV_WORKER) == victim:
         fail_at_message(number, how)
     model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Linear(24, 1))

@@ -9,13 +9,13 @@ import pytest
 import torch
 from broken_collectives import HASTY, Counting, break_collective, regression, train_steps
 from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, trained
-from injected import inject
 
 import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.lineage import Claim
 from virtualflow.protocol.messages import NO_GENERATION, Generation
+from virtualflow.state import transfer
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer
 
@@ -23,7 +23,7 @@ from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer,
 def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     """Four steps with an evaluation between; the learning rate is changed by hand and by factors."""
     torch.manual_seed(1)
-    inject(transfer={"stripe": 16})  # so that these small tensors travel as large ones do
+    transfer.STRIPE = 16  # so that these small tensors travel as large ones do
     break_collective(victim, number, how)
     model = Counting()
     optimizer = torch.optim.Adam(model.parameters(), 0.1)

@@ -32,7 +32,6 @@ from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state import digests
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Update
 
 WIDTH, BLOCKS, NODES, MICRO_BATCH = 6, 4, 6, 2
@@ -157,7 +156,6 @@ def update_of(model: Net, backward: vf.PartialBackward, reduction: ReductionSett
         choose_summation(NODES, "bitwise"),
         micro_batch=MICRO_BATCH,
         reduction=reduction,
-        transfer=TransferSettings(),
         cut=cut_for(model, backward),
     )
 

@@ -27,7 +27,6 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.settings import ENV_OPTIMIZER_PLACEMENT
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import digests
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions
 from virtualflow.step.optimizer_step import OptimizerStep
 from virtualflow.step.partial_step import HARMLESS
@@ -159,7 +158,7 @@ def build(sizes: Sequence[int], memory: CountedMemory, optimizer: Callable[..., 
     model.values = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in sizes])
     made = optimizer(model.parameters())
     reduction = ReductionSettings(norm_block=16, bucket=64)
-    return model, OptimizerStep(model, OptimizerOptions(made, host=memory), reduction, TransferSettings()), made
+    return model, OptimizerStep(model, OptimizerOptions(made, host=memory), reduction), made
 
 
 def test_the_next_parameters_come_while_some_are_stepped() -> None:

@@ -22,7 +22,6 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
 from virtualflow.transport.interface import Collectives
 from virtualflow.worker.repair import Remains, plan_repair
@@ -59,7 +58,6 @@ class Worker:
             choose_summation(NODES, "bitwise"),
             micro_batch=SAMPLES,
             reduction=self.settings,
-            transfer=TransferSettings(),
         )
         self.update.enter()
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tiers import needs_newer, nightly
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
-from virtualflow.state import digests
+from virtualflow.state import digests, transfer
 from virtualflow.step.share_states import ShareStates
 from virtualflow.transport.communicator import Communicator
 from virtualflow.worker.resharding import Resharding
@@ -87,7 +88,8 @@ def train(
             optimizer.param_groups[0]["lr"] *= 0.7
 
     with (
-        injected(transfer={"stripe": 16, "piece": 64}, reduction={"norm_block": 4}),
+        patch.multiple(transfer, STRIPE=16, PIECE=64),
+        injected(reduction={"norm_block": 4}),
         vf.elastic(
             model,
             optimizer,

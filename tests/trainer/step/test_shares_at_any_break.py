@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,8 +25,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import Claim
 from virtualflow.reduction import HostMemory, choose_summation
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state import Reserve, digests
-from virtualflow.state.transfer import TransferSettings
+from virtualflow.state import Reserve, digests, transfer
 from virtualflow.step import OptimizerOptions, Reduced, Update
 from virtualflow.transport.interface import Message
 from virtualflow.worker.membership import Membership
@@ -33,6 +33,12 @@ from virtualflow.worker.train_state import Training
 
 NODES, SAMPLES, STEPS, JOIN = 6, 2, 5, 2
 How = Literal["before", "after"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    with patch.multiple(transfer, STRIPE=16, PIECE=64):
+        yield
 
 
 class Deep(nn.Module):
@@ -82,16 +88,14 @@ class Worker:
         torch.manual_seed(1)
         self.model = Deep()
         optimizer = MAKERS[make](self.model)
-        transfer = TransferSettings(stripe=16, piece=64)
         update = self.update = Update(
             self.model,
             OptimizerOptions(optimizer, clip_norm=clip, sharded=sharded, host=host),
             choose_summation(NODES, "bitwise"),
             micro_batch=SAMPLES,
             reduction=ReductionSettings(norm_block=16, bucket=bucket),
-            transfer=transfer,
         )
-        self.training = Training(self.model, optimizer, None, None, update, transfer)
+        self.training = Training(self.model, optimizer, None, None, update)
         nothing = SimpleNamespace(begin=lambda: None, renew=lambda: None)
         lineage = SimpleNamespace(claim=lambda plan: Claim(m.NO_GENERATION, True, m.NO_GENERATION), count=lambda *_: 0)
         self.state: Any = SimpleNamespace(

@@ -22,7 +22,6 @@ from tiers import examples, nightly
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Doubted, OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.step.spot_checks import SpotCheck, choose_check, choose_judges, choose_virtual_node, judge
 
@@ -141,7 +140,6 @@ class Worker:
             choose_summation(NODES, "bitwise"),
             micro_batch=SIZE,
             reduction=reduction,
-            transfer=TransferSettings(),
             spot_checker=self.checker,
         )
         self.update.enter()

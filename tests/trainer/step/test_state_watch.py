@@ -26,7 +26,6 @@ import virtualflow as vf
 from tiers import nightly
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Shards, Update
 from virtualflow.step.placement import DevicePlacement
 from virtualflow.step.state_watch import (
@@ -205,7 +204,6 @@ def sharing(
             clip_norm=None,
             clip_value=None,
             reduction=ReductionSettings(norm_block=block),
-            transfer=TransferSettings(),
             placement=DevicePlacement(),
         )
         shards.enter(rank, size)

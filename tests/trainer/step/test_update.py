@@ -15,7 +15,6 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Reducer, choose_summation, handover
 from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
 from virtualflow.transport.communicator import Communicator
 
@@ -35,7 +34,6 @@ def weights_after_steps(communicator: Communicator, settings: ReductionSettings)
         choose_summation(NODES, "bitwise"),
         micro_batch=SAMPLES,
         reduction=settings,
-        transfer=TransferSettings(),
     )
     sent = 0
 

@@ -24,7 +24,8 @@ from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.state.transfer import TransferSettings, move_state, pack_state
+from virtualflow.state import transfer
+from virtualflow.state.transfer import move_state, pack_state
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 
@@ -115,9 +116,10 @@ def test_no_sum_is_made_of_a_damaged_gradient(flips: int) -> None:
 
 
 @pytest.mark.parametrize("flips", [6, nightly(200)])
-def test_a_damaged_state_is_not_taken_over(flips: int) -> None:
-    settings = TransferSettings(stripe=64, piece=128)
-    packed = pack_state(captured(*small_model()), settings)
+def test_a_damaged_state_is_not_taken_over(flips: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "STRIPE", 64)
+    monkeypatch.setattr(transfer, "PIECE", 128)
+    packed = pack_state(captured(*small_model()))
     for flip in range(flips):
         members = mesh(2)
         # The first thing is a gather, then the block, then the stripes; each with its checksum.
@@ -128,7 +130,7 @@ def test_a_damaged_state_is_not_taken_over(flips: int) -> None:
             move_state(
                 member, [0], [1], packed=given, land=lambda _, announced: {
                     path: torch.empty(like.shape, dtype=like.dtype) for path, like in announced.items()
-                }, settings=settings,
+                },
             )  # fmt: skip
             return "complete"
 

@@ -18,7 +18,6 @@ from tiers import nightly
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Schema, Update
 from virtualflow.worker.session import Session
 
@@ -109,7 +108,6 @@ def updating() -> tuple[Counting, Update]:
         choose_summation(NODES, "bitwise"),
         micro_batch=SAMPLES,
         reduction=ReductionSettings(),
-        transfer=TransferSettings(),
     )
     update.enter()
     return model, update

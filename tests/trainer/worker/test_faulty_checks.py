@@ -25,7 +25,6 @@ from virtualflow.errors import CommunicatorBroken, Convicted, VirtualFlowError
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step import Attempt, Doubted, OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.step.spot_checks import SpotCheck, choose_check
 from virtualflow.transport.interface import DONE, Message, Pending
@@ -125,7 +124,6 @@ class Worker:
             choose_summation(NODES, "bitwise"),
             micro_batch=SIZE,
             reduction=ReductionSettings(),
-            transfer=TransferSettings(),
             spot_checker=checker,
         )
         self.state = SimpleNamespace(rank=0, holdings=(), computes=(), repairs=False)

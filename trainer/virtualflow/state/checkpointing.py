@@ -70,7 +70,7 @@ class VolumeSettings:
     """How long a volume is waited for that fails just now, by who begins from a checkpoint or sets one aside."""
 
     patience: float = 60.0
-    """Well below ``TransferSettings.message_timeout``: the other workers of the first generation wait, too."""
+    """Well below ``transfer.MESSAGE_TIMEOUT``: the other workers of the first generation wait, too."""
     retry_first: float = 0.1
     """The first wait between two tries; it doubles."""
     retry_most: float = 2.0

@@ -40,22 +40,18 @@ _NOTICE = struct.Struct("<2q")
 """Of a donor: hash of its layout, bytes of its block; zeros of others."""
 
 
-@dataclass(frozen=True)
-class TransferSettings:
-    """A state on its way to those who lack it."""
-
-    stripe: int = 1 << 16
-    """A tensor of a state with at least so many bytes travels by itself, striped over all donors; smaller ones go in
-    one block, since each message has a cost of its own."""
-    piece: int = 32 << 20
-    """The most bytes of a state in one message."""
-    message_timeout: float = 120.0
-    """The last resort for one such message, counted from the one before it."""
-    staged: int = 4
-    """Pieces of a state that pass through host memory at a time where its tensors are on an accelerator."""
-    reserve_wait: float = 2.5
-    """How long a joiner holds its next generation back to make memory for the state that will come. Well below
-    ``CommunicatorSettings.connect_timeout``: the others are waiting for its connections, though training."""
+STRIPE = 1 << 16
+"""A tensor of a state with at least so many bytes travels by itself, striped over all donors; smaller ones go in
+one block, since each message has a cost of its own."""
+PIECE = 32 << 20
+"""The most bytes of a state in one message."""
+MESSAGE_TIMEOUT = 120.0
+"""The last resort for one such message, counted from the one before it."""
+STAGED = 4
+"""Pieces of a state that pass through host memory at a time where its tensors are on an accelerator."""
+RESERVE_WAIT = 2.5
+"""How long a joiner holds its next generation back to make memory for the state that will come. Well below
+``CommunicatorSettings.connect_timeout``: the others are waiting for its connections, though training."""
 
 
 class Moving(Protocol):
@@ -105,9 +101,9 @@ class Moved:
     """The state, if this member has received it; its large tensors are those that ``Land`` gave."""
 
 
-def pack_state(tree: dict[str, Any], settings: TransferSettings) -> PackedState:
+def pack_state(tree: dict[str, Any]) -> PackedState:
     """Make a captured state ready to be sent; its large tensors are referred to and must not change meanwhile."""
-    thin, stripes = split(tree, settings.stripe)
+    thin, stripes = split(tree, STRIPE)
     described = describe(stripes)
     return PackedState(codec.pack({"tree": thin, "stripes": described}), list(stripes.values()), layout_hash(described))
 
@@ -119,7 +115,6 @@ def move_state(
     *,
     packed: PackedState | None,
     land: Land,
-    settings: TransferSettings,
 ) -> Moved:
     """Bring the state of the donors to the receivers; all members take part.
 
@@ -129,7 +124,7 @@ def move_state(
     Raises:
         CommunicatorBroken: a member was lost meanwhile; nothing is written into this member's tensors any more.
     """
-    began, timeout = time.monotonic(), settings.message_timeout
+    began, timeout = time.monotonic(), MESSAGE_TIMEOUT
     notice = bytearray(_NOTICE.pack(*((0, 0) if packed is None else (packed.layout, packed.block.numel()))))
     notices = communicator.all_gather(torch.frombuffer(notice, dtype=torch.uint8))
     told = [_NOTICE.unpack(row.numpy().tobytes()) for row in notices]
@@ -149,7 +144,7 @@ def move_state(
             join(tree, announced)
             stripes = land(tree, announced)
             _await_kernels(stripes.values())
-            communicator.move(_arrive(turn, list(stripes.values()), settings), timeout=timeout)
+            communicator.move(_arrive(turn, list(stripes.values())), timeout=timeout)
             join(tree, stripes)
             packed = PackedState(block, list(stripes.values()), layout)
         elif rank in turn.donors:
@@ -157,7 +152,7 @@ def move_state(
             if rank == turn.donors[0]:
                 first = [Message(peer, packed.block, incoming=False) for peer in turn.receivers]
                 communicator.move(iter([first]), timeout=timeout)
-            communicator.move(_depart(turn, rank, packed.stripes, settings), timeout=timeout)
+            communicator.move(_depart(turn, rank, packed.stripes), timeout=timeout)
     size = 0 if packed is None else packed.size
     return Moved(size, time.monotonic() - began, len(givers), tree)
 
@@ -168,16 +163,16 @@ def _await_kernels(tensors: Iterable[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _shares(turn: Round, stripes: list[Tensor], settings: TransferSettings) -> list[list[Piece]]:
-    return share_out([size_of(tensor) for tensor in stripes], len(turn.donors), settings.piece)
+def _shares(turn: Round, stripes: list[Tensor]) -> list[list[Piece]]:
+    return share_out([size_of(tensor) for tensor in stripes], len(turn.donors), PIECE)
 
 
-def _depart(turn: Round, rank: int, stripes: list[Tensor], settings: TransferSettings) -> Iterator[Sequence[Message]]:
+def _depart(turn: Round, rank: int, stripes: list[Tensor]) -> Iterator[Sequence[Message]]:
     """A donor's windows. Tensors of the host all go at once; those of an accelerator through a few pieces of host
     memory.
     """
-    pieces = _shares(turn, stripes, settings)[turn.donors.index(rank)]
-    for window in _windows(pieces, stripes, settings):
+    pieces = _shares(turn, stripes)[turn.donors.index(rank)]
+    for window in _windows(pieces, stripes):
         messages = []
         for piece in window:
             stretch = _bytes(stripes[piece.index])[piece.begin : piece.end].cpu()
@@ -185,9 +180,9 @@ def _depart(turn: Round, rank: int, stripes: list[Tensor], settings: TransferSet
         yield messages
 
 
-def _arrive(turn: Round, stripes: list[Tensor], settings: TransferSettings) -> Iterator[Sequence[Message]]:
+def _arrive(turn: Round, stripes: list[Tensor]) -> Iterator[Sequence[Message]]:
     """A receiver's windows: pieces of all donors in turn, so that every donor has something to send."""
-    shares = _shares(turn, stripes, settings)
+    shares = _shares(turn, stripes)
     longest = max(map(len, shares), default=0)
     ordered = [
         (donor, share[place])
@@ -196,7 +191,7 @@ def _arrive(turn: Round, stripes: list[Tensor], settings: TransferSettings) -> I
         if place < len(share)
     ]
     donor_of = {piece: donor for donor, piece in ordered}
-    for window in _windows([piece for _, piece in ordered], stripes, settings):
+    for window in _windows([piece for _, piece in ordered], stripes):
         landed = []
         for piece in window:
             target = _bytes(stripes[piece.index])[piece.begin : piece.end]
@@ -208,8 +203,8 @@ def _arrive(turn: Round, stripes: list[Tensor], settings: TransferSettings) -> I
                 target.copy_(staged)
 
 
-def _windows(pieces: list[Piece], stripes: list[Tensor], settings: TransferSettings) -> Iterator[list[Piece]]:
-    at_once = len(pieces) if all(tensor.device.type == "cpu" for tensor in stripes) else settings.staged
+def _windows(pieces: list[Piece], stripes: list[Tensor]) -> Iterator[list[Piece]]:
+    at_once = len(pieces) if all(tensor.device.type == "cpu" for tensor in stripes) else STAGED
     for first in range(0, len(pieces), max(1, at_once)):
         yield pieces[first : first + at_once]
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from virtualflow.reduction import HostMemory, Tensors, block_norms, clip_by_norm, total_norm
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import optimizers_of
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step.gradient_sync import Portion
 from virtualflow.step.partial_step import StepInPortions, is_separable
 from virtualflow.step.placement import DevicePlacement, HostPlacement, OptimizerPlacement
@@ -43,9 +42,7 @@ class OptimizerOptions:
 class OptimizerStep:
     """Steps the parameters of a model."""
 
-    def __init__(
-        self, model: nn.Module, options: OptimizerOptions, reduction: ReductionSettings, transfer: TransferSettings
-    ) -> None:
+    def __init__(self, model: nn.Module, options: OptimizerOptions, reduction: ReductionSettings) -> None:
         self._parameters = list(model.parameters())
         self._wanted = options
         self._norm_block = reduction.norm_block
@@ -65,7 +62,6 @@ class OptimizerStep:
                 clip_norm=options.clip_norm,
                 clip_value=options.clip_value,
                 reduction=reduction,
-                transfer=transfer,
                 placement=self._placement,
             )
 

@@ -33,8 +33,7 @@ from virtualflow.reduction import (
     union,
 )
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state import Moving, codec
-from virtualflow.state.transfer import TransferSettings
+from virtualflow.state import Moving, codec, transfer
 from virtualflow.step.elementwise import cut_unit, grains_of
 from virtualflow.step.placement import OptimizerPlacement
 from virtualflow.step.share_states import ShareStates, flat
@@ -79,7 +78,6 @@ class Shards:
         clip_norm: float | None,
         clip_value: float | None,
         reduction: ReductionSettings,
-        transfer: TransferSettings,
         placement: OptimizerPlacement,
     ) -> None:
         self._parameters = parameters
@@ -87,7 +85,6 @@ class Shards:
         self._clip_norm = clip_norm
         self._clip_value = clip_value
         self._settings = reduction
-        self._transfer = transfer
         self._placement = placement
         self.row = row_of(parameters, optimizer, reduction.norm_block)
         self._kept = ShareStates(
@@ -278,7 +275,7 @@ class Shards:
         def given(spans: Spans) -> list[Any]:
             return [[*piece, self._value(piece)] for piece in self.row.pieces(spans)]
 
-        for spans, rows in _pass_on(communicator, moves, given, self._transfer):
+        for spans, rows in _pass_on(communicator, moves, given):
             with torch.no_grad():
                 for place, begin, end, value in rows:
                     self._value(Stretch(place, begin, end)).copy_(value)
@@ -290,7 +287,7 @@ class Shards:
         def given(spans: Spans) -> list[Any]:
             return [[*piece, *self._described(piece)] for piece in self.row.pieces(spans)]
 
-        for spans, rows in _pass_on(communicator, moves, given, self._transfer):
+        for spans, rows in _pass_on(communicator, moves, given):
             came: dict[Stretch, dict[str, Any] | None] = {}
             for place, begin, end, state, hosted in rows:
                 device = self._parameters[place].device
@@ -352,7 +349,7 @@ class _ShareWriter:
 
 
 def _pass_on(
-    communicator: Moving, moves: Sequence[Move], given: Callable[[Spans], list[Any]], settings: TransferSettings
+    communicator: Moving, moves: Sequence[Move], given: Callable[[Spans], list[Any]]
 ) -> Iterator[tuple[Spans, list[Any]]]:
     """Carry out ``moves``: what ``given`` says of some spans comes out at the receiver, from each donor."""
     if not moves:
@@ -379,8 +376,8 @@ def _pass_on(
         Message(peer, stretch, incoming=blocks is incoming)
         for blocks in (outgoing, incoming)
         for peer, block in blocks.items()
-        for stretch in torch.split(block, settings.piece)
+        for stretch in torch.split(block, transfer.PIECE)
     ]
-    communicator.move(iter([messages]), timeout=settings.message_timeout)
+    communicator.move(iter([messages]), timeout=transfer.MESSAGE_TIMEOUT)
     for donor, block in incoming.items():
         yield between(donor, rank), codec.unpack(block)

@@ -14,7 +14,6 @@ from virtualflow.device import device_of, has_spare_processor
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, choose_ways
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
@@ -40,7 +39,6 @@ class Update:
         *,
         micro_batch: int,
         reduction: ReductionSettings,
-        transfer: TransferSettings,
         watch: StateWatchSettings | None = None,
         spot_checker: SpotChecker | None = None,
         choose: Choose = choose_ways,
@@ -51,7 +49,7 @@ class Update:
         self.reducer = Reducer(summation, reduction, choose, landing)
         self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer, sums)
         """Takes what each virtual node has left in the model."""
-        self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
+        self.optimizer_step = OptimizerStep(model, options, reduction)
         self.watch: StateWatch | None = None
         if watch is not None:
             self.watch = StateWatch(model, options.optimizer, shares=self.optimizer_step.shards, settings=watch)

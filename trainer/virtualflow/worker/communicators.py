@@ -10,6 +10,7 @@ from virtualflow.device import FreedMemory
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.state import Reserve, elder, make_room, tell_room
+from virtualflow.state.transfer import RESERVE_WAIT
 from virtualflow.transport import Communicator, Link
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.settings import WorkerSettings
@@ -118,7 +119,7 @@ class Communicators:
         if told_by is not None and told_by.incarnation == self._incarnation:
             tell_room(link, plan, state.room)
         elif told_by is not None and not state.has_state:
-            make_room(link, plan, self.reserve, superseded, settings.transfer.reserve_wait)
+            make_room(link, plan, self.reserve, superseded, RESERVE_WAIT)
         try:
             communicator = Communicator.open(
                 plan, rank, link, superseded, partial(self._interruption, plan), settings.communicator

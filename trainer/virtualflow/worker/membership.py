@@ -273,7 +273,7 @@ class Membership:
             return
         whole = self._resharding is None
         gives = communicator.rank in transfer.donors
-        packed = pack_state(training.capture(states=whole), training.transfer) if gives else None
+        packed = pack_state(training.capture(states=whole)) if gives else None
         in_place = not self._state.has_state
 
         def land(tree: dict[str, Any], stripes: dict[Path, Tensor]) -> dict[Path, Tensor]:
@@ -281,9 +281,7 @@ class Membership:
             self._spoiled = in_place
             return targets
 
-        moved = move_state(
-            communicator, transfer.donors, transfer.receivers, packed=packed, land=land, settings=training.transfer
-        )
+        moved = move_state(communicator, transfer.donors, transfer.receivers, packed=packed, land=land)
         if moved.tree is not None:
             if whole:
                 training.restore(moved.tree, given=True)

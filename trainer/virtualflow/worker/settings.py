@@ -13,7 +13,6 @@ from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.checkpointing import VolumeSettings
 from virtualflow.state.memory_copies import MemoryCopySettings
-from virtualflow.state.transfer import TransferSettings
 from virtualflow.step.guard import GuardSettings
 from virtualflow.step.state_watch import StateWatchSettings
 from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings, TurnSettings
@@ -51,7 +50,6 @@ class WorkerSettings:
     memory_copy: MemoryCopySettings = field(default_factory=MemoryCopySettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
-    transfer: TransferSettings = field(default_factory=TransferSettings)
     volume: VolumeSettings = field(default_factory=VolumeSettings)
     watch: StateWatchSettings = field(default_factory=StateWatchSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)

@@ -144,7 +144,6 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         options.scheduler,
         options.scaler,
         update,
-        settings.transfer,
         companions,
         last_step=request.last_step,
         epochs=options.epochs,
@@ -308,7 +307,6 @@ def _open_update(request: Request, session: AnySession, resources: ExitStack) ->
         choose_summation(request.virtual_nodes, request.reproducibility),
         micro_batch=request.micro_batch,
         reduction=options.reduction(request.settings.reduction),
-        transfer=request.settings.transfer,
         # Alone, or where other bits are as good, there is nobody to compare with.
         watch=request.settings.watch if request.bitwise and session.coordinated else None,
         spot_checker=spot_checker,

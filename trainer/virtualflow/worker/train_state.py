@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.protocol.wording import not_finite
-from virtualflow.state import Companions, Path, Reserve, capture, codec, digests, size_of, split
-from virtualflow.state.transfer import TransferSettings
+from virtualflow.state import Companions, Path, Reserve, capture, codec, digests, size_of, split, transfer
 from virtualflow.step import Reduced, Schema, Update
 from virtualflow.worker import tracker
 from virtualflow.worker.tracker import Entry
@@ -35,7 +34,6 @@ class Training:
     scheduler: Any
     scaler: Any
     update: Update
-    transfer: TransferSettings
     companions: Companions = field(default_factory=lambda: Companions({}))
     """What the script keeps beside them."""
     last_step: int | None = None
@@ -166,7 +164,7 @@ class Training:
         """Sizes in bytes of the large tensors of a state that a joiner will have to make memory for."""
         if self.update.shards is not None:
             return ()
-        _, stripes = split(self.capture(), self.transfer.stripe)
+        _, stripes = split(self.capture(), transfer.STRIPE)
         return tuple(size_of(tensor) for path, tensor in stripes.items() if path[0] == "optimizer")
 
     def land(
