@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,6 +18,17 @@ from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.reporter import UsageMeter
 from virtualflow.worker.settings import MAX_STEP_TIMES
 from virtualflow.worker.stopwatch import Stopwatch
+
+
+class NvmlError(Exception):
+    """As of ``pynvml``."""
+
+
+def failing(error: Exception) -> Callable[[torch.device], NoReturn]:
+    def ask(device: torch.device) -> NoReturn:
+        raise error
+
+    return ask
 
 
 def plan(counter: int, cause: Any, workers: int, reason: str = "") -> Plan:
@@ -54,6 +68,36 @@ def test_samples_a_second_follow_from_the_steps_and_the_virtual_nodes_of_a_worke
     assert (usage.device_memory, usage.device_share) == (None, None)
     state.step = 5
     assert meter.read().samples is None, "a restart from a checkpoint"
+
+
+def test_a_joiner_has_made_none_of_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(monotonic=count().__next__, process_time=lambda: 0.0))
+    state = MemberState(8, "one machine")
+    meter = UsageMeter(torch.device("cpu"), state, batch_size=64)
+    state.step, state.assigned = 5_000, range(4)
+    assert meter.read().samples is None
+    state.step = 5_003
+    assert meter.read().samples == 3 * 64 / 2
+
+
+@pytest.mark.parametrize(
+    ("busy", "share"),
+    [
+        pytest.param(lambda device: 37, 0.37, id="its driver tells"),
+        pytest.param(failing(RuntimeError("NVML_SUCCESS == driver_api")), None, id="its driver fails"),
+        pytest.param(failing(NvmlError()), None, id="its driver does not tell"),
+        pytest.param(None, None, id="without the module that asks it"),
+    ],
+)
+def test_how_busy_a_gpu_is_comes_from_its_driver_where_that_tells(
+    busy: Callable[[torch.device], int] | None, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter, "find_spec", lambda name: busy)
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NvmlError))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "utilization", busy)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 << 30)
+    usage = UsageMeter(torch.device("cuda"), MemberState(8, "one machine"), batch_size=64).read()
+    assert (usage.device_memory, usage.device_share) == (5 << 30, share)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
-from virtualflow.coordinator.balance import arrange, better_split, gain, predicted_computing, predicted_step, split
+from virtualflow.coordinator.balance import (
+    arrange,
+    better_split,
+    gain,
+    predicted_computing,
+    predicted_step,
+    slow_workers,
+    split,
+)
 from virtualflow.coordinator.membership import decide
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
@@ -285,6 +293,35 @@ def test_a_noisy_pair_with_a_real_straggler_is_not() -> None:
         cluster = training([4, 4], [noisy(2 * seed, 0.03, 0.25), noisy(2 * seed + 1, 0.01, 0.25)])
         spoken += better_split(cluster, SETTINGS) is not None
     assert spoken >= 190
+
+
+@pytest.mark.parametrize(
+    ("paces", "slow"),
+    [
+        pytest.param([pace(0.01), pace(0.025), pace(0.01)], {"w1": 2.5}, id="one of three"),
+        pytest.param([pace(0.01), pace(0.02)], {"w1": 2.0}, id="the slower one of two"),
+        pytest.param([pace(0.01), pace(0.02), pace(0.03), pace(0.01)], {"w1": 2.0, "w2": 3.0}, id="two of four"),
+        pytest.param([pace(0.010), pace(0.011)], {}, id="as good as even"),
+        pytest.param([pace(0.01), pace(0.02, low=0.0105)], {}, id="only most of the time"),
+        pytest.param([pace(0.01, high=0.019), pace(0.02)], {}, id="where the others are now and then, too"),
+        pytest.param([pace(0.02), None], {}, id="nobody else is known"),
+        pytest.param([None, None], {}, id="nobody is"),
+    ],
+)
+def test_a_worker_is_slow_if_it_clearly_takes_longer_than_usual(
+    paces: list[Pace | None], slow: dict[str, float]
+) -> None:
+    assert slow_workers(training([4] * len(paces), paces)) == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("workers", [2, 8, 64])
+def test_in_an_even_noisy_job_nobody_is_slow(workers: int) -> None:
+    """But for one measurement of 10,000 that has too many outliers."""
+    marked = 0
+    for seed in range(50):
+        paces = [noisy(seed * workers + number, 0.01, 0.25) for number in range(workers)]
+        marked += len(slow_workers(training([2] * workers, list(paces))))
+    assert marked <= workers // 64
 
 
 # --- backward passes that end early -----------------------------------------------------------------------------------

@@ -67,6 +67,23 @@ def test_a_change_is_told_once_and_with_the_pause_of_a_survivor() -> None:
     assert ["pause 1 ms" in text for text in told()] == [True]
 
 
+@pytest.mark.parametrize("told_by_all", [True, False])
+def test_a_change_is_told_with_one_pause_once_all_have_told_theirs_or_gone_on(told_by_all: bool) -> None:
+    world = running_world(2)
+    assert world.state.running is not None
+    joined = msgspec.structs.replace(change(2), cause="join", to=2)
+    world.hear("worker-0.0", m.Resumed(joined))
+    assert world.status().changes == ()
+    if told_by_all:
+        world.hear("worker-1.1", m.Resumed(msgspec.structs.replace(joined, pause_ms=9.0)))
+    else:
+        world.hear("worker-0.0", m.Progress(world.state.running.generation, 3, 0, None, {}, 2.0, "training"))
+    pause = 9 if told_by_all else 1
+    assert [found.pause_ms for found in world.status().changes] == [pause]
+    (event,) = [event.text for event in world.status().events if event.kind == "change"]
+    assert f"pause {pause} ms" in event
+
+
 @pytest.mark.parametrize("end", ["progress", "done"])
 def test_a_change_without_survivors_is_told_when_the_training_has_gone_on_or_is_over(end: str) -> None:
     world = running_world(2)

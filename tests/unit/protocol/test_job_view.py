@@ -86,8 +86,16 @@ def test_a_job_that_is_over_has_no_worker_at_work(phase: str, worker: WorkerStat
 
 def test_a_lost_worker_is_missed_only_while_nobody_has_taken_its_place() -> None:
     lost = tuple(LostWorker(name, f"{name}-before", "h", "killed") for name in ("worker-0", "worker-7"))
-    assert view_job(coordinator_status("training", FIRST, lost=lost), NOW).job.notes == ("Lost: worker-7 (killed)",)
+    assert view_job(coordinator_status("training", FIRST, lost=lost), NOW).job.notes == ("Lost: worker-7 (killed).",)
     assert view_job(coordinator_status("waiting"), NOW).job.notes == ("No worker is there yet.",)
+
+
+def test_a_slow_worker_is_named_while_the_job_is_not_over() -> None:
+    slow = msgspec.structs.replace(FIRST, slowness=2.417)
+    view = view_job(coordinator_status("training", slow, SECOND), NOW)
+    assert view.job.notes == ("Slow: a virtual node takes longer than usual at worker-0 (2.42 times).",)
+    assert [worker.state for worker in view.job.workers] == ["training, slow", "training"]
+    assert view_job(coordinator_status("done", slow, SECOND), NOW).job.notes == ()
 
 
 def test_everything_that_is_known_is_a_fact_and_what_is_not_is_none() -> None:

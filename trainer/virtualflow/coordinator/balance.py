@@ -106,6 +106,24 @@ def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
     )
 
 
+def slow_workers(cluster: Cluster) -> dict[str, float]:
+    """Which members are slower than the others, and how many times the usual pace each takes.
+
+    Usual is the median of what the members measured, of two the faster. A worker is slower if it is so by the default
+    of ``rebalance_gain`` even with its own better and the usual worse quartile, as for a change of the split.
+    """
+    measured = [(worker, worker.pace) for worker in _members(cluster) if worker.pace is not None]
+    paces = sorted((pace for _, pace in measured), key=lambda pace: pace.median)
+    if not paces:
+        return {}
+    usual = paces[(len(paces) - 1) // 2]
+    return {
+        worker.incarnation: pace.median / usual.median
+        for worker, pace in measured
+        if gain(pace.low, usual.high, 0.0) >= MembershipSettings.rebalance_gain
+    }
+
+
 def known_pace(worker: Worker) -> float | None:
     """Seconds per virtual node of that worker, as measured or else by a profile."""
     return worker.guess if worker.pace is None else worker.pace.median

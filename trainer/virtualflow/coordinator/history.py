@@ -105,8 +105,8 @@ class History:
         """Unix time of what happens now, as the server has set it."""
         self.events: deque[http_api.Event] = deque(maxlen=MAX_EVENTS)
         self.changes: dict[m.Generation, m.Change] = {}
-        self._silent: dict[m.Generation, m.Change] = {}
-        """Of which only those have told who came with them: they have no pause, and may be the first to speak."""
+        self._partial: dict[m.Generation, tuple[m.Change, int]] = {}
+        """Of which not all members have told yet, with how many have: each knows its own pause, a joiner none."""
         self._forgotten = m.NO_GENERATION
         """The newest generation whose change is not remembered any more, only counted."""
         self._forgotten_changes = 0
@@ -190,14 +190,16 @@ class History:
     def merge_change(self, change: m.Change, fresh: bool = True) -> None:
         """Take note of a membership change: every member tells of it, and the survivors' longest pause counts.
 
-        It is news when a survivor has told its pause, or the training has gone on and there is none (:meth:`settle`).
+        It is news when all members have told it, so that one pause is said of it, or the training has gone on without
+        the others (:meth:`settle`).
 
         Args:
             change: as one of them saw it.
             fresh: it has just happened, so that what was reached before tells how much a restart repeats.
         """
         generation = change.generation
-        known = self.changes.get(generation) or self._silent.pop(generation, None)
+        partial, told = self._partial.pop(generation, (None, 0))
+        known = self.changes.get(generation) or partial
         if known is not None:
             change = msgspec.structs.replace(
                 known,
@@ -214,28 +216,28 @@ class History:
             change = msgspec.structs.replace(change, repeated_steps=max(0, self.highest_step - (change.step - 1)))
         if generation in self.changes:
             self.changes[generation] = change
-        elif change.pause_ms is None and fresh:
-            self._silent[generation] = change
-            if len(self._silent) > MAX_CHANGES:
-                self._add(self._silent.pop(min(self._silent)))
+        elif fresh and (change.pause_ms is None or told + 1 < change.to):
+            self._partial[generation] = (change, told + 1)
+            if len(self._partial) > MAX_CHANGES:
+                self._add(self._partial.pop(min(self._partial))[0])
         else:
-            self._add_silent(lambda earlier: earlier.generation < generation)  # who follows them tells them in order
+            self._add_partial(lambda earlier: earlier.generation < generation)  # who follows them tells them in order
             self._add(change)
 
     def settle(self, progress: m.Progress | None = None) -> bool:
-        """The training has come so far, or to its end: changes before that without a pause had no survivor.
+        """The training has come so far, or to its end: who has not told of a change before that will not.
 
         Returns:
             Whether there was one, which is news.
         """
         if progress is None:
-            return self._add_silent(lambda _: True)
-        return self._add_silent(lambda c: c.generation < progress.generation or c.step < progress.step)
+            return self._add_partial(lambda _: True)
+        return self._add_partial(lambda c: c.generation < progress.generation or c.step < progress.step)
 
-    def _add_silent(self, condition: Callable[[m.Change], bool]) -> bool:
-        settled = [known for known in sorted(self._silent) if condition(self._silent[known])]
+    def _add_partial(self, condition: Callable[[m.Change], bool]) -> bool:
+        settled = [known for known in sorted(self._partial) if condition(self._partial[known][0])]
         for generation in settled:
-            self._add(self._silent.pop(generation))
+            self._add(self._partial.pop(generation)[0])
         return bool(settled)
 
     def _add(self, change: m.Change) -> None:
@@ -257,9 +259,8 @@ class History:
         if newest <= self._forgotten:
             return
         self._forgotten, self._forgotten_changes, self._forgotten_steps = newest, changes, steps
-        for known in (self.changes, self._silent):
-            for generation in [generation for generation in known if generation <= newest]:
-                del known[generation]
+        self.changes = {known: change for known, change in self.changes.items() if known > newest}
+        self._partial = {known: partial for known, partial in self._partial.items() if known > newest}
 
     @property
     def changes_total(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step
+from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step, slow_workers
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_RUNS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
@@ -27,6 +27,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         found = history.non_finite.metric if history.non_finite is not None else "loss"
         metrics = {name: value for name, value in metrics.items() if name in ("loss", found)}
     contacts = [] if brief else [job.roster.contacts[i] for i, worker in job.roster.workers.items() if worker.present]
+    slow = {} if brief else slow_workers(cluster)
     us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
@@ -38,7 +39,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         wanted=job.wanted,
         minimum=job.minimum,
         workers=tuple(
-            _worker(job, i, assigned.get(i, range(0)), brief)
+            _worker(job, i, assigned.get(i, range(0)), slow.get(i), brief)
             for i, worker in job.roster.workers.items()
             if worker.present
         ),
@@ -113,7 +114,9 @@ def _memory(job: JobState) -> http_api.MemoryReport | None:
     return http_api.MemoryReport(len(budgets), planned, len(offloading), worker, words)
 
 
-def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> http_api.WorkerStatus:
+def _worker(
+    job: JobState, incarnation: str, assigned: range, slowness: float | None, brief: bool
+) -> http_api.WorkerStatus:
     worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
     state: http_api.WorkerState = "starting"
     if worker.done:
@@ -137,5 +140,6 @@ def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> ht
         assigned.stop,
         None if pace is None else 1_000 * pace,
         contact.crashed,
+        slowness,
         None if brief else contact.usage,
     )

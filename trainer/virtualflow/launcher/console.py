@@ -261,7 +261,7 @@ def _restore_terminal(before: list[int | list[bytes | int]] | None) -> None:
 
 def _style(state: str) -> str:
     styles = {"training": "green", "draining": "yellow", "silent": "red", "crashed": "red", "done": "bold green"}
-    return styles.get(state, "dim")
+    return "yellow" if state.endswith(", slow") else styles.get(state, "dim")
 
 
 def _border(phase: str) -> str:

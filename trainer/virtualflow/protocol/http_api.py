@@ -143,6 +143,8 @@ class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
     """How long it computes for a virtual node, as measured or else by a profile; not in a brief status."""
     crashed: bool = False
     """It has said that its script failed."""
+    slowness: float | None = None
+    """How many times the usual pace it takes, if it is clearly slower than the others; not in a brief status."""
     usage: Usage | None = None
     """What it takes and makes, as it said last; not in a brief status."""
 

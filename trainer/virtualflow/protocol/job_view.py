@@ -26,8 +26,8 @@ from virtualflow.protocol.wording import (
 )
 
 _KINDS = {"join": "join", "drain": "drain", "lost": "loss", "broken": "loss", "restart": "loss", "rebalance": "moved"}
-_LOST, _RUNS = 10, 10
-"""Latest lost workers and ended runs that are named."""
+_LOST, _SLOW, _RUNS = 10, 10, 10
+"""Latest lost workers, slowest workers and latest ended runs that are named."""
 
 
 # --- membership changes -----------------------------------------------------------------------------------------------
@@ -382,7 +382,11 @@ def _notes(status: Status, unlisted: int) -> tuple[str, ...]:
         notes.append(f"Not listed: {counted(unlisted, 'more worker')}.")
     missed = [f"{lost.worker} ({lost.reason})" for lost in status.lost[-_LOST:] if lost.worker not in present]
     if missed:
-        notes.append(f"Lost: {'; '.join(missed)}")
+        notes.append(f"Lost: {'; '.join(missed)}.")
+    slow = sorted((one for one in status.workers if _is_slow(one, status.phase)), key=lambda one: -(one.slowness or 0))
+    if slow:
+        times = [f"{one.worker} ({figure(one.slowness or 0)} times)" for one in slow[:_SLOW]]
+        notes.append(f"Slow: a virtual node takes longer than usual at {', '.join(times)}.")
     return tuple(notes)
 
 
@@ -392,8 +396,14 @@ def _worker(worker: WorkerStatus, phase: Phase) -> WorkerView:
     nodes = describe_nodes(worker.first, worker.last) if count > 0 else "-"
     pace = "-" if worker.pace_ms is None else figure(worker.pace_ms)
     usage = _usage(worker.usage if phase not in ENDED else None)
+    if _is_slow(worker, phase):
+        state += ", slow"
     state = "crashed" if worker.crashed else state
     return WorkerView(worker.worker, state, worker.first, max(0, count), nodes, pace, worker.pid, usage)
+
+
+def _is_slow(worker: WorkerStatus, phase: Phase) -> bool:
+    return worker.slowness is not None and phase not in ENDED
 
 
 def _usage(usage: Usage | None) -> tuple[str, ...]:

@@ -135,20 +135,24 @@ class UsageMeter:
         self._device, self._state = device, state
         self._node = batch_size / state.virtual_nodes
         self._looked, self._spent, self._step = time.monotonic(), time.process_time(), state.step
+        self._assigned = bool(state.assigned)
 
     def read(self) -> m.Usage:
-        """What that was since it was last read; a change of the assignment meanwhile is not gone into."""
+        """What that was since it was last read; a change of the assignment meanwhile is not gone into.
+
+        But who had none yet has come to a step that others made.
+        """
         now, spent, step = time.monotonic(), time.process_time(), self._state.step
-        passed, steps = max(now - self._looked, 1e-3), step - self._step
+        passed, steps, trained = max(now - self._looked, 1e-3), step - self._step, self._assigned
         processors = (spent - self._spent) / passed
-        self._looked, self._spent, self._step = now, spent, step
+        self._looked, self._spent, self._step, self._assigned = now, spent, step, bool(self._state.assigned)
         held = share = None
         if self._device.type == "cuda":
             held = torch.cuda.memory_reserved(self._device)
             share = _busy(self._device)
         return m.Usage(
             processors=processors,
-            samples=steps * self._node * len(self._state.assigned) / passed if steps >= 0 else None,
+            samples=steps * self._node * len(self._state.assigned) / passed if trained and steps >= 0 else None,
             memory=status_bytes().get("VmRSS"),
             device_memory=held,
             device_share=share,

@@ -14,7 +14,7 @@ function amount(value) {
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
-  return String(Number(value.toPrecision(5)));
+  return String(Number(value.toPrecision(6))); // as many digits as a tile
 }
 
 // The time of day, behind the day where it is another one.

@@ -113,7 +113,7 @@ class Figure {
     const {at} = this.curves, latest = this.curves.metrics[this.name];
     const row = this.nearest(at === null ? Infinity : at) || this.rows.findLast((one) => typeof one[3] === "number");
     const odd = at === null && typeof latest === "string";
-    write(this.value, odd ? this.notFinite(latest) : !row ? "no figure yet" : amount(row[3]) + (at === null ? "" : ` at step ${grouped.format(row[1])}`));
+    write(this.value, odd ? this.notFinite(latest) : !row ? "no figure yet" : shownOf(this.name, row[3]) + (at === null ? "" : ` at step ${grouped.format(row[1])}`));
     set(this.value, "class", odd ? "value bad" : "value");
     const left = at === null ? -10 : this.plot.valToPos(at, "x");
     if (this.plot.cursor.left !== left) this.plot.setCursor({left, top: at === null ? -10 : 10}, false);

@@ -124,6 +124,8 @@ function tick(value, apart) {
   return new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: Math.max(1, size - least + 1)}).format(value);
 }
 
+const shownOf = (name, value) => amount(name === SPEED ? Number(value.toPrecision(3)) : value);
+
 function since(seconds) {
   const two = (number) => String(Math.floor(number) % 60).padStart(2, "0"), days = Math.floor(seconds / 86400);
   return `${days ? `${days} d ` : ""}${Math.floor(seconds / 3600) % 24}:${two(seconds / 60)}:${two(seconds)}`;
