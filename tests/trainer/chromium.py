@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ import psutil
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOW = "needs chromium: put it on PATH"
+AXE = "axe_core_python"
+CHECKER = find_spec(AXE) is not None
+HOW_CHECKER = "needs axe-core-python: pip install axe-core-python"
+VIOLATIONS = """
+axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "best-practice"]}).then(({violations}) => violations.map(
+  (one) => `${one.id}: ${one.nodes.slice(0, 3).map((node) => node.html.slice(0, 120)).join(" ")}`))
+"""
+FOCUS = """
+(({activeElement: node}) => node === document.body ? null : {
+  name: node.ariaLabel || (node.labels && node.labels.length ? node.labels[0] : node).textContent.trim(),
+  seen: getComputedStyle(node).outlineStyle !== "none" && node.getBoundingClientRect().height > 0,
+})(document)
+"""
 OPTIONS = (
     "--headless",
     "--no-sandbox",
@@ -114,6 +129,34 @@ class Tab:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.say("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def violations(self, width: int, *, dark: bool = False) -> list[str]:
+        """What a checker of accessibility finds on a screen of that width."""
+        await self.value(f"{(files(AXE) / 'axe.min.js').read_text()}\n0")
+        await self.look(width, dark=dark, height=6_000)  # it sees what is on the screen
+        assert await self.value("document.documentElement.scrollWidth <= innerWidth"), "only tables scroll sideways"
+        await self.value("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+        return [f"{width}, {'dark' if dark else 'light'}: {one}" for one in await self.value(VIOLATIONS)]
+
+    async def press(self, key: str, code: int, text: str = "") -> None:
+        """Press a key, as the keyboard does."""
+        for kind in ("keyDown", "keyUp"):
+            said = {"key": key, "code": key, "windowsVirtualKeyCode": code, "text": text if kind == "keyDown" else ""}
+            await self.say("Input.dispatchKeyEvent", type=kind, **said)
+
+    async def walk(self) -> list[str]:
+        """Go through the page by the Tab key: the names of all that can be reached, in order; where one is, is seen."""
+        await self.say("Emulation.setFocusEmulationEnabled", enabled=True)
+        names: list[str] = []
+        while True:
+            await self.press("Tab", 9)
+            at = await self.value(FOCUS)
+            if at is None:
+                return names
+            assert at["name"], f"what comes after {names[-1:]} has no name"
+            assert at["seen"], f"nobody sees that {at['name']} is focused"
+            names.append(at["name"])
+            assert len(names) < 500, "Tab never leaves the page"
 
     async def picture(self, path: Path, *, whole: bool = True) -> None:
         """Write the whole page as a PNG, or what a screen shows of it."""

@@ -306,6 +306,7 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">"
 
 
 @pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.HOW)
+@pytest.mark.skipif(not chromium.CHECKER, reason=chromium.HOW_CHECKER)
 def test_all_jobs_are_on_one_page_each_a_link_to_its_own(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
     """What it shows is what the API server says, as soon as it says it; nobody's words are more than text."""
     for name in ("broken", "digits", "waits"):
@@ -366,12 +367,17 @@ def test_all_jobs_are_on_one_page_each_a_link_to_its_own(client: Client, kubecon
             await tab.value("find('words').value = 'fail'; find('words').dispatchEvent(new Event('input'))")
             assert await tab.value("[...document.querySelectorAll('#jobs a')].map(e => e.textContent)") == ["broken"]
             await tab.value("find('words').value = ''; list()")
+            for width, dark in ((1_280, False), (1_280, True), (390, False)):
+                assert await tab.violations(width, dark=dark) == []
+            await tab.look(1_280)
+            assert await tab.walk() == ["Skip to the jobs", "Show only", "goodput", "digits"]
             if pictures := os.environ.get("VIRTUALFLOW_TEST_PICTURES"):
                 for kind, width, dark in (("wide", 1_280, False), ("phone", 390, False), ("dark", 1_280, True)):
                     await tab.look(width, dark=dark)
                     await tab.picture(Path(pictures) / f"jobs-{kind}.png")
             assert tab.complaints == []
-            await tab.value("document.querySelector('#jobs a[href]').click()")
+            await tab.value("document.querySelector('#jobs a[href]').focus()")
+            await tab.press("Enter", 13, "\r")
             await tab.until("location.pathname === '/ui' && find('phase').textContent === 'waiting'")
             assert await tab.value("document.getElementById('name').textContent") == "default/digits"
 

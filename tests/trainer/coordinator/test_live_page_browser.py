@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import elastic_jobs
 import msgspec
 import psutil
 import pytest
+import torch
 from chromium import HOW, PROGRAM, Tab, browser
 from coordinator_server import SETTINGS, TOKEN, Server, serving
+from elastic_jobs import ElasticJob
 from large_job import fill, happen, train
 
+import virtualflow as vf
 from virtualflow.coordinator.page.files import WORDS
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
 from virtualflow.launcher.report import Report
 from virtualflow.launcher.report_page import page
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.job_record import Break
 from virtualflow.protocol.live_view import ViewSeries, page_address
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=HOW)
@@ -170,6 +176,9 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name() -> None:
         )
         assert await tab.value(scrolls) == 0, "what scrolls can be focused"
         assert all(name for role in ("button", "combobox", "slider") for name in roles[role]), roles
+        reached = await tab.walk()
+        assert reached[:2] == ["Skip to the job", "Goodput"]
+        assert {"What the curves are over", "log", "worker-3", "Workers", "Membership changes"} <= set(reached)
         await tab.value("document.querySelector('figure [role=img]').focus()")
         await tab.say("Input.dispatchKeyEvent", type="keyDown", key="Home")
         heads = "[...document.querySelectorAll('figcaption .value')].map(e => e.textContent)"
@@ -402,6 +411,14 @@ def test_a_reports_page_copies_its_digest_fits_a_phone_and_lays_another_run_unde
     one = Report("one", "done", 200, 20.0, digest="ab" * 32, series=series, origin={"command": "python train.py " * 9})
     (tmp_path / "one.html").write_text(page(one))
     (tmp_path / "two.html").write_text(page(one, msgspec.structs.replace(one, job="other", digest="cd" * 32)))
+    figures = {"speed": (2.0,) * 3, "workers": (1.0,) * 3, "metrics": {"loss": (5.0, 4.0, 3.0)}}
+    paused = ViewSeries(
+        steps=(1, 10, 20), times=(5.0, 6.0, 20.0), began=5.0, breaks=(Break(10, 20, 6.0, 20.0, False),), **figures
+    )
+    between = msgspec.structs.replace(paused, steps=(1, 12, 18), times=(5.0, 6.0, 7.0), breaks=())
+    (tmp_path / "same.html").write_text(
+        page(msgspec.structs.replace(one, series=paused), msgspec.structs.replace(one, series=between))
+    )
 
     async def story(server: Server, tab: Tab) -> None:
         await tab.look(390, height=844)
@@ -415,6 +432,14 @@ def test_a_reports_page_copies_its_digest_fits_a_phone_and_lays_another_run_unde
         assert await tab.value("[...curves.figures.values()][0].plot.data[3].filter(Boolean)") == [9, 8]
         assert await tab.value("document.querySelector('.legend').textContent") == "the run laid under: other"
         assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+        await tab.open(f"file://{tmp_path}/same.html")
+        assert await tab.value(
+            "document.querySelector('.legend').textContent.endsWith('the run laid under: one (second)')"
+        )
+        line = "[...curves.figures.values()][0].plot.data[2]"
+        assert await tab.value(f"{line}.map((value) => value === null)") == [False, False, True, True, True, False], (
+            "also where the other run has points, a line ends at a pause"
+        )
         assert tab.complaints == []
 
     with_browser(story)
@@ -441,6 +466,46 @@ def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
         assert await tab.value(text("phase")) == "training"
 
     with_browser(story)
+
+
+def resting(steps: int) -> None:
+    """Train in steps that take a known time, so that a speed is true or not."""
+    model = torch.nn.Linear(8, 1)
+    data = torch.utils.data.TensorDataset(torch.zeros(96, 8), torch.zeros(96, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with vf.elastic(model, optimizer, data, batch_size=48, steps=steps, virtual_nodes=12) as run:
+        for step in run:
+            for x, y in step:
+                time.sleep(0.01)
+                torch.nn.functional.mse_loss(model(x), y).backward()
+
+
+@pytest.mark.nightly
+def test_a_kill_is_seen_and_the_speed_after_it_is_that_of_the_steps_since(start_job: Callable[..., ElasticJob]) -> None:
+    """Three workers that train; it prints how soon a page shows the kill, and how true the speed is five steps on."""
+    job = start_job(resting, 100_000, workers=3)
+
+    async def story() -> None:
+        async with asyncio.timeout(120), browser() as tab:
+            await tab.open(page_address(job.url, elastic_jobs.TOKEN, "resting"))
+            await tab.until("shown.now && shown.now.step > 50")
+            killed = time.monotonic()
+            os.kill(job.workers["worker-2"].process.pid, signal.SIGKILL)
+            await tab.until("shown.now.training === 2 && shown.log.latest.includes('worker-2')")
+            print(f"the kill is on the page after {time.monotonic() - killed:.2f} s")
+            assert await tab.value("document.querySelector('#changes .cause').textContent") == "lost"
+            first = await tab.value("shown.log.changes.at(-1).step")
+            since = f"shown.series.steps.findIndex((step) => step >= {first})"
+            await tab.until(f"shown.now.step >= {first + 5} && {since} >= 0")
+            told, *true = await tab.value(
+                f"[shown.now.stepsPerSecond, shown.now.step, shown.now.stepTime,"
+                f" shown.series.steps[{since}], shown.series.times[{since}]]"
+            )
+            really = (true[0] - true[2]) / (true[1] - true[3])
+            print(f"at step {first} + {true[0] - first} it says {told:.2f} steps/s; {really:.2f} are true")
+            assert told > 0
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(

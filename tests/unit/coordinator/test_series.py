@@ -34,7 +34,7 @@ def test_several_reports_of_a_step_are_one_point_and_gaps_are_gaps() -> None:
     series.add(3, 1.0, 2, {}, 0.5)
     told = series.columns()
     assert (told.steps, told.speed, told.times) == ((1, 2), (None, 10.0), (0.1, 0.3))
-    assert told.workers == (2.0, 3.0), "there were never two and a half"
+    assert told.workers == (2.0, 2.0), "who made the step, not who enters a generation after it"
     assert told.metrics == {"loss": (None, 2.0)}
     assert (told.breaks, series.columns(whole=True).steps) == ((), (1, 2, 3))
 

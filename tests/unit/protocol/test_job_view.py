@@ -93,7 +93,7 @@ def test_a_lost_worker_is_missed_only_while_nobody_has_taken_its_place() -> None
 def test_a_slow_worker_is_named_while_the_job_is_not_over() -> None:
     slow = msgspec.structs.replace(FIRST, slowness=2.417)
     view = view_job(coordinator_status("training", slow, SECOND), NOW)
-    assert view.job.notes == ("Slow: a virtual node takes longer than usual at worker-0 (2.42 times).",)
+    assert view.job.notes == ("Slow, by what is usual for a virtual node: worker-0 (2.42 times as long).",)
     assert [worker.state for worker in view.job.workers] == ["training, slow", "training"]
     assert view_job(coordinator_status("done", slow, SECOND), NOW).job.notes == ()
 

@@ -45,14 +45,13 @@ class _Point:
     """Unix time at which that one was first told; ``None``: a coordinator of an earlier version has not kept it."""
     speed: _Mean
     workers: _Mean
-    """Those of the last step: between two numbers of workers there is none."""
+    """Those that made the last step: between two numbers of workers there is none."""
     metrics: dict[str, _Mean] = field(default_factory=dict)
 
     def take(self, later: _Point) -> None:
         if later.step > self.step:
-            self.step, self.time = later.step, later.time
+            self.step, self.time, self.workers = later.step, later.time, later.workers
         self.speed.take(later.speed)
-        self.workers = later.workers
         for name, mean in later.metrics.items():
             self.metrics.setdefault(name, _Mean()).take(mean)
 

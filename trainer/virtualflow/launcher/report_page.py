@@ -49,6 +49,9 @@ for (const {dataset, lastElementChild} of document.querySelectorAll("[data-copy]
 
 def page(report: Report, other: Report | None = None) -> str:
     """The whole page, as HTML; beside ``other``, if there is one."""
+    if other is not None and other.job == report.job:
+        report = msgspec.structs.replace(report, job=f"{report.job} (first)")
+        other = msgspec.structs.replace(other, job=f"{other.job} (second)")
     parts, draw = [_head(report), _facts(report)] if other is None else [_comparison(report, other)], ""
     if report.error:
         parts.append(_section("Error", f"<p>{escape(report.error)}</p>"))
@@ -102,11 +105,10 @@ def _comparison(one: Report, other: Report) -> str:
         for name in {**known, **told}
         if known.get(name) or told.get(name)
     ]
-    names = (one.job, other.job) if one.job != other.job else (f"{one.job} (first)", f"{other.job} (second)")
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in more)
     return (
         f"<header><h1>{escape(_title(one, other))}</h1><p><strong>{escape(verdict)}</strong></p>{sentences}</header>"
-        + _section("Beside each other", _table(("what", "", *names), lines, long={2, 3}))
+        + _section("Beside each other", _table(("what", "", one.job, other.job), lines, long={2, 3}))
     )
 
 

@@ -237,7 +237,7 @@ def view_job(status: Status, now: float, *, most: int | None = None) -> JobView:
         total_steps=status.total_steps,
         training=0 if over else sum(worker.assigned for worker in status.workers),
         steps_per_second=speed,
-        metrics={name: show_metric(value) for name, value in sorted(status.metrics.items())},
+        metrics={name: show_metric(status.metrics[name]) for name in sorted(status.metrics, key=_loss_first)},
         facts=_facts_now(status, now, speed),
     )
     job = ViewJob(
@@ -385,8 +385,8 @@ def _notes(status: Status, unlisted: int) -> tuple[str, ...]:
         notes.append(f"Lost: {'; '.join(missed)}.")
     slow = sorted((one for one in status.workers if _is_slow(one, status.phase)), key=lambda one: -(one.slowness or 0))
     if slow:
-        times = [f"{one.worker} ({figure(one.slowness or 0)} times)" for one in slow[:_SLOW]]
-        notes.append(f"Slow: a virtual node takes longer than usual at {', '.join(times)}.")
+        named = [f"{one.worker} ({figure(one.slowness or 0)} times as long)" for one in slow[:_SLOW]]
+        notes.append(f"Slow, by what is usual for a virtual node: {', '.join(named)}.")
     return tuple(notes)
 
 
@@ -415,6 +415,10 @@ def _usage(usage: Usage | None) -> tuple[str, ...]:
         *("" if size is None else format_bytes(size) for size in (usage.memory, usage.device_memory)),
         "" if usage.device_share is None else f"{100 * usage.device_share:.0f} %",
     )
+
+
+def _loss_first(metric: str) -> tuple[bool, str]:
+    return metric != "loss", metric
 
 
 def _by_range(worker: WorkerStatus) -> tuple[bool, int, int, str]:

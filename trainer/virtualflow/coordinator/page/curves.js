@@ -92,7 +92,7 @@ class Figure {
     const positive = (value) => (this.log && typeof value === "number" && value <= 0 ? null : value);
     const own = [0, 2, 3].map((column) => this.rows.map((row) => (column ? positive(row[column]) : row[0])));
     const below = under && under.columns.has(name) ? drawn(under, name, {...curves, changes: under.changes}) : [];
-    const joined = below.length ? uPlot.join([own, [below.map((row) => row[0]), below.map((row) => positive(row[3]))]]) : [...own, own[0].map(() => undefined)];
+    const joined = below.length ? uPlot.join([own, [below.map((row) => row[0]), below.map((row) => positive(row[3]))]], [[0, 2, 2], [0, 2]]) : [...own, own[0].map(() => undefined)];
     const [min, max] = curves.range;
     this.plot.batch(() => { this.plot.setData(joined, false); this.plot.setScale("x", {min, max}); });
     const known = this.rows.map((row) => row[3]).filter((value) => typeof value === "number");
