@@ -259,6 +259,8 @@ def test_what_people_ask_first_comes_first_and_nothing_of_it_is_cut_off() -> Non
         for step in range(1, 50):
             train(state, step, total_steps=100)
         state.history.began = state.history.wall - 600
+        for contact in state.roster.contacts.values():
+            contact.usage = m.Usage(1.0, 640.0, 410 << 20)
         state.history.tell(
             "warning", "worker-2 makes no progress: it is\n" + '  File "' + "long/" * 90 + 'a.py", line 2'
         )
@@ -273,6 +275,12 @@ def test_what_people_ask_first_comes_first_and_nothing_of_it_is_cut_off() -> Non
         assert (await tab.value("document.querySelector('.course small').textContent")).startswith(
             "10 min so far, about "
         )
+        columns = (
+            "[...document.querySelectorAll('table:has(#workers) th')].filter(e => !e.hidden).map(e => e.textContent)"
+        )
+        assert (await tab.value(columns))[4:] == ["ms each", "samples/s", "CPU", "memory"], "nobody has a GPU"
+        contact.usage = m.Usage(1.0, 640.0, 410 << 20, 5 << 30)
+        await tab.until(f"{columns}.at(-1) === 'GPU memory'")
         filled = "document.querySelector('#bar span').getBoundingClientRect()"
         assert await tab.value(f"{filled}.height > 5 && {filled}.width > 100")
         cells = "#changes td.why, #changes td.cause, #workers td:nth-child(4), #events td.why > span"

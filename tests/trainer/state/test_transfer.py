@@ -228,7 +228,8 @@ def test_a_joiner_has_made_memory_before_it_enters_and_what_it_got_is_in_the_rep
     job = start_job(train_and_tell, workers=2, hold=3)
     job.reach(3)
     job.join()
-    change = job.reach(5).last_change
+    job.hold(5)
+    change = job.wait_for(lambda status: status.last_change is not None, "the change, as all have told it").last_change
     assert change is not None
     assert (change.cause, change.state_donors) == ("join", 2)
     assert change.state_bytes is not None
