@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 BEGAN = time.monotonic()
-MAY_BE_EMPTY = ("> 0", 'code!~"2.."')
+MAY_BE_EMPTY = ("> 0", "< 0", 'code!~"2.."')
 """Panels of what is wrong show nothing while all is well."""
 VARIABLES = {"$__rate_interval": "1m", "$namespace": ".*", "$job": ".*"}
 """What Grafana puts in their place."""
