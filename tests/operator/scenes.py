@@ -171,6 +171,7 @@ class Stage:
     link: CoordinatorLink | None
     verdict: TemplateVerdict | None = None
     trouble: str = ""
+    failure: str = ""
     settings: OperatorSettings = SETTINGS
     former: list[Pod] = dataclasses.field(default_factory=list)
     events: dict[str, PodEvent] = dataclasses.field(default_factory=dict)
@@ -191,6 +192,7 @@ class Stage:
             link=self.link,
             verdict=self.verdict,
             trouble=self.trouble,
+            failure=self.failure,
             events=self.events,
         )
 

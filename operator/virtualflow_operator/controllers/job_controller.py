@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +75,8 @@ _CALL_RETRY = 1.0
 """A coordinator is told after this long what it could not be told."""
 _WRITES_AT_ONCE = 10
 """A job's status is written once a second at most after so many times in a row, as they follow from a beginning."""
+_FAILURES_TOLD = 3
+"""What fails so many times in a row is said in the status: a hiccup of the API server is over by then."""
 _ORPHAN_GRACE = 2.0
 """How long a pod may be without its job before it is taken for an orphan: caches may lag."""
 ORPHAN = "orphan"
@@ -95,6 +98,8 @@ class _Memory:
     refusals: dict[str, CreationRefusal] = field(default_factory=lambda: {kind: CreationRefusal() for kind in _KINDS})
     """By what was refused: the service, the coordinator, workers."""
     events: dict[str, PodEvent] = field(default_factory=dict)
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=_FAILURES_TOLD))
+    """Errors of actions in a row that are no refusal: a webhook that does not answer, mostly."""
     lost_at: float | None = None
     """Since when (monotonic) a loss is known that nobody has recovered from."""
     worker_seconds: WorkerSeconds | None = None
@@ -108,6 +113,11 @@ class _Memory:
     def trouble(self) -> str:
         """What the API server refuses, in words."""
         return next((refusal.reason for refusal in self.refusals.values() if refusal.reason), "")
+
+    @property
+    def failure(self) -> str:
+        """What fails again and again, in words."""
+        return self.failures[-1] if len(self.failures) == _FAILURES_TOLD else ""
 
 
 class JobController:
@@ -187,6 +197,7 @@ class JobController:
             link=self._links.view(key),
             verdict=memory.verdict,
             trouble=memory.trouble,
+            failure=memory.failure,
             events=memory.events,
             admission=admission,
         )
@@ -197,8 +208,12 @@ class JobController:
         try:
             acted = await self._act(key, job, plan, memory)
             again = acted if acted is not None else again
+            if memory.failures:
+                memory.failures.clear()
+                again = 0.0
         except ApiError as error:
             failure = error  # what is known is written down all the same
+            memory.failures.append(error.message)
         patch = merge_patch(job.raw.get("status") or {}, write_status(plan.status))
         postponed = self._postponed(job, patch, memory)
         if postponed > 0:

@@ -162,7 +162,7 @@ class Provisioner:
             await self.refresh(key)
             strangers = set(taken) - {pod.name for pod in self._store.pods_of(key)}
             if strangers:
-                refusal = f"a pod {min(strangers)} that is not this job's is in the way; delete it or rename the job"
+                refusal = f"a pod {min(strangers)} without this job's labels is in the way; delete it or rename the job"
         if unexpected is not None:
             raise unexpected
         return refusal

@@ -240,7 +240,7 @@ def _progressing(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None, be
 
 def _hindrance(facts: JobFacts, status: JobStatus, begun: bool) -> tuple[str, str] | None:
     """What is in the way of the job: a reason and a sentence."""
-    rejection, trouble = facts.rejection, facts.scene.trouble
+    rejection, trouble = facts.rejection, facts.scene.trouble or facts.scene.failure
     if rejection:
         return reasons.TEMPLATE_REJECTED, f"The API server refuses the pod template: {rejection}"
     if trouble and not begun:
@@ -295,7 +295,7 @@ def _degraded(facts: JobFacts, status: JobStatus, ready: int, begun: bool) -> As
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
     causes = (_why_not(worker.pod, facts) for worker in facts.pods.workers)
-    why = next(filter(None, causes), facts.rejection or facts.scene.trouble)
+    why = next(filter(None, causes), facts.rejection or facts.scene.trouble or facts.scene.failure)
     if not why and status.failures.unfit:
         groups = ", ".join(unfit.group for unfit in status.failures.unfit)
         why = f"nothing fits into the memory of worker group {groups}, so no worker is made there"

@@ -54,6 +54,8 @@ class Scene:
     verdict: TemplateVerdict | None = None
     trouble: str = ""
     """What the API server refused the last time, in words."""
+    failure: str = ""
+    """What it has failed to do several times in a row, in words."""
     events: Mapping[str, PodEvent] = field(default_factory=dict)
     admission: Admission = AT_ONCE
     """Who says how many workers it may have."""

@@ -144,6 +144,22 @@ def test_an_event_names_the_workers_that_were_made_and_no_other(tmp_path: Path) 
     play(tmp_path, story)
 
 
+def test_a_webhook_that_does_not_answer_is_named_until_it_does(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        said = 'Internal error occurred: failed calling webhook "guard.example.com": no endpoints available'
+        stage.server.inject(Fault(code=500, message=said, verb="create", resource="pods", times=None))
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: said in stage.condition("digits", "Degraded").get("message", ""))
+        assert stage.condition("digits", "Stalled")["reason"] == "CreationRefused"
+        await stage.until(lambda: "CreationRefused" in stage.events("digits"))
+        stage.server.heal()
+        await stage.until(lambda: stage.trains("digits"))
+        assert stage.condition("digits", "Degraded")["status"] == "False"
+
+    play(tmp_path, story)
+
+
 def test_a_deleted_job_that_somebody_else_holds_is_over_and_has_no_series(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         port = free_port()

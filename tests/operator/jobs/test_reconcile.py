@@ -245,12 +245,13 @@ def test_names_that_another_jobs_pods_hold_are_left_to_them() -> None:
     assert deleted(plan) == []
 
 
-def test_what_was_refused_is_said_in_a_condition() -> None:
-    stage = training()
-    stage.pods, stage.trouble = stage.pods[:2], "exceeded quota: pods=5"
+@pytest.mark.parametrize("which", ["trouble", "failure"])
+def test_what_was_refused_or_fails_is_said_in_a_condition(which: str) -> None:
+    stage = dataclasses.replace(training(), **{which: "exceeded quota: pods=5"})
+    stage.pods = stage.pods[:2]
     stage.link = link(remote("training", seen(stage.pods[1])))
     assert "exceeded quota" in message_of(stage.decide(), "Degraded")
-    fresh = Stage(accepted(body(), phase="Pending"), [], None, {}, None, trouble="exceeded quota: pods=5")
+    fresh = Stage(accepted(body(), phase="Pending"), [], None, {}, None, **{which: "exceeded quota: pods=5"})
     plan = fresh.decide()
     assert reason_of(plan, "Progressing") == ("False", reasons.CREATION_REFUSED)
     assert "exceeded quota" in message_of(plan, "Progressing")
