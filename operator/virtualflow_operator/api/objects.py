@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from virtualflow.protocol.http_api import Status
-from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_WORKER
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
 from virtualflow_operator.api.job import JobSpec, JobStatus, Object, read_spec, read_status
 from virtualflow_operator.api.validation import Requests, find_problems, pod_requests
@@ -82,6 +82,8 @@ class Pod:
     """Hash of the template that it was made from."""
     node: str = ""
     ip: str = ""
+    calls: str = ""
+    """The address at which it calls its coordinator, if it is a worker."""
     phase: str = "Pending"
     """Its worker's: what other containers do is nobody's business."""
     accompanied: bool = False
@@ -262,6 +264,7 @@ def read_pod(body: Object) -> Pod:
         template=annotations.get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",
         ip=status.get("podIP") or "",
+        calls=_called(body),
         phase=_phase(body, trains),
         accompanied=_others_run(status, trains),
         created=parse_time(metadata.get("creationTimestamp")) or 0.0,
@@ -295,6 +298,13 @@ def _name_of_worker(body: Object) -> str:
     told = (c for c in containers if any(variable.get("name") == ENV_WORKER for variable in c.get("env") or []))
     name: str = next((c.get("name") for c in told), marked) or containers[0].get("name") or ""
     return name
+
+
+def _called(body: Object) -> str:
+    """The address of the coordinator that a worker was told; the first of that name is the operator's."""
+    containers: list[Object] = (body.get("spec") or {}).get("containers") or []
+    told = (v.get("value") for c in containers for v in c.get("env") or [] if v.get("name") == ENV_COORDINATOR)
+    return str(next(told, None) or "").removeprefix("http://").rpartition(":")[0].strip("[]")
 
 
 def _phase(body: Object, trains: str) -> str:

@@ -125,7 +125,11 @@ class Provisioner:
                 return f"a Service {name} that is not this job's is in the way; delete it or rename the job"
             self._store.services.put(body)
         except (Invalid, Forbidden) as error:
-            return error.message
+            spec = manifest["spec"]
+            if "clusterIP" not in spec:
+                return error.message
+            logger.warning("the address of the former Service %s cannot be had: %s", name, error)
+            return await self.service(job, manifest | {"spec": {key: spec[key] for key in spec if key != "clusterIP"}})
         return ""
 
     async def pods(self, key: Key, job: Job, creations: Sequence[CreatePod], made: list[str]) -> str:

@@ -49,7 +49,8 @@ def keep_coordinator(facts: JobFacts, draft: Draft, *, accepted: bool) -> None:
         if pods.coordinators:
             draft.events.append(event_messages.coordinator_replaced())
     if service is None:
-        draft.actions.append(CreateService(manifests.service(facts.job, ordinal)))
+        called = next((worker.pod.calls for worker in pods.workers if worker.pod.live and worker.pod.calls), "")
+        draft.actions.append(CreateService(manifests.service(facts.job, ordinal, called)))
     elif leads_to != ordinal:
         draft.actions.append(PointService(prefix, manifests.service_selector(facts.job, ordinal)))
     draft.amend(coordinator=f"{prefix}-{ordinal}")

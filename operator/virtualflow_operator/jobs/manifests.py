@@ -302,14 +302,19 @@ def _away_from(job: Job, role: str) -> Object:
     }
 
 
-def service(job: Job, ordinal: int) -> Object:
-    """The stable address of the job's coordinator; it leads to one pod, so that a lost one is out at once."""
+def service(job: Job, ordinal: int, address: str = "") -> Object:
+    """The stable address of the job's coordinator; it leads to one pod, so that a lost one is out at once.
+
+    Args:
+        address: which workers call, of a Service that is gone.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(job, coordinator_name(job), COORDINATOR),
         "spec": {
             "type": "ClusterIP",
+            **({"clusterIP": address} if address else {}),
             "selector": service_selector(job, ordinal),
             "publishNotReadyAddresses": True,  # workers connect as soon as it listens, not a probe's period later
             "ports": [{"name": COORDINATOR_PORT_NAME, "port": COORDINATOR_PORT, "targetPort": COORDINATOR_PORT}],

@@ -181,6 +181,24 @@ def test_deletions_that_no_watch_told_of_are_healed_within_seconds(tmp_path: Pat
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize("taken", [False, True], ids=["free", "taken"])
+def test_a_deleted_service_comes_back_at_the_address_that_workers_call(tmp_path: Path, taken: bool) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        (former,) = stage.server.all(SERVICES, NAMESPACE)
+        if taken:
+            said = "provided IP is already allocated"
+            stage.server.inject(Fault(code=422, message=said, verb="create", resource="services"))
+        stage.server.remove(SERVICES, NAMESPACE, "digits-coordinator")
+        await stage.until(lambda: stage.server.all(SERVICES, NAMESPACE))
+        (made,) = stage.server.all(SERVICES, NAMESPACE)
+        assert (made["spec"]["clusterIP"] == former["spec"]["clusterIP"]) is not taken
+
+    play(tmp_path, story)
+
+
 def test_what_goes_with_its_job_is_not_made_anew_if_pods_are_heard_of_first(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()

@@ -24,6 +24,7 @@ from scenes import (
 
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Service
+from virtualflow_operator.constants import WORKER
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService
 
@@ -141,7 +142,10 @@ def test_of_two_coordinators_the_one_that_the_service_leads_to_stays() -> None:
 def test_a_service_that_is_missing_or_misled_is_put_right() -> None:
     stage = training()
     stage.service = None
-    assert stage.decide().actions == (CreateService(manifests.service(stage.job, 0)),)
+    stage.pods = [dataclasses.replace(pod, calls="10.0.0.1" if pod.role == WORKER else "") for pod in stage.pods]
+    (made,) = stage.decide().actions
+    assert isinstance(made, CreateService)
+    assert made.manifest["spec"]["clusterIP"] == "10.0.0.1", "where its workers call"
     stage.service = Service("10.0.0.1", 5)
     selector = manifests.service_selector(stage.job, 0)
     assert stage.decide().actions == (PointService("digits-coordinator", selector),)
