@@ -301,7 +301,7 @@ def _degraded(facts: JobFacts, status: JobStatus, ready: int, begun: bool) -> As
         why = f"nothing fits into the memory of worker group {groups}, so no worker is made there"
     if not why and retry is not None and facts.now < retry:
         why = f"no worker is made before {status.failures.retry_time}, because of those that ended too soon"
-    why = why or _slow_start(facts).rstrip(".")
+    why = (why or _slow_start(facts)).rstrip(".")
     message = f"Fewer workers train than the {desired} that are wanted: {why or 'the others are starting'}."
     ended = _latest_end(status, facts.now)
     if ended:

@@ -61,8 +61,11 @@ async def relist(
     for namespace in namespaces or (None,):
         try:
             await _relist_namespace(api, store, namespace, wake, visit)
-        except (Forbidden, NotFound) as error:
+        except Forbidden as error:
             logger.warning("the namespace %s is left out: %s", namespace or "*", error)
+        except NotFound as error:
+            message = "the cluster has no definition of VirtualFlowJob (any more); apply that of this version, in crds/"
+            raise NotFound(error.code, error.reason, message) from error
     await _relist_queues(api, store, visit)
     begun = time.monotonic()
     try:

@@ -8,10 +8,11 @@ import socket
 import subprocess
 from pathlib import Path
 
+from fake_api import Fault
 from running import COMMAND, write_kubeconfig
 from stage import KEY, TOKEN, Stage, play
 
-from virtualflow_operator.k8s.client import JOBS
+from virtualflow_operator.k8s.client import JOBS, PODS
 
 
 def test_a_port_that_is_taken_ends_the_operator_with_a_sentence(tmp_path: Path) -> None:
@@ -37,5 +38,18 @@ def test_a_port_that_is_taken_ends_the_operator_with_a_sentence(tmp_path: Path) 
         assert last.startswith(f"virtualflow-operator: port {port} is taken"), ended.stderr
         assert "Traceback" not in ended.stderr
         assert not stage.server.watches(JOBS)
+
+    play(tmp_path, story)
+
+
+def test_an_operator_without_the_definition_of_jobs_says_so_and_begins_when_it_is_there(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.server.inject(Fault(code=404, message="404 page not found", resource="virtualflowjobs", times=None))
+        process = stage.start()
+        await stage.until(lambda: "the cluster has no definition of VirtualFlowJob" in process.output())
+        assert not stage.server.watches(PODS), "kopf, which reads the definitions once, has not begun"
+        stage.server.heal()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
 
     play(tmp_path, story)

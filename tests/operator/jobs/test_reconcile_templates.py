@@ -180,6 +180,7 @@ def test_without_another_group_a_request_for_capacity_stays() -> None:
     plan = stage.decide()
     assert plan.actions == ()
     assert "no node takes digits-workers-1" in message_of(plan, "Degraded")
+    assert message_of(plan, "Degraded").endswith("Insufficient cpu.")
 
 
 def test_requests_for_capacity_that_nobody_wants_any_more_are_withdrawn() -> None:
