@@ -16,7 +16,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "TemplateRejected": "correct the template, or what the message names (a misspelt field, a missing service "
         "account, an admission policy)",
         "NameTaken": "run the command of the message, or choose another name",
-        "CreationRefused": "raise the quota, or lower `replicas`",
+        "CreationRefused": "raise the quota, lower `replicas`, or see to the webhook",
         "Unschedulable": "see Pods are Pending",
         "CannotStart": "see CannotStart",
         "WaitingForWorkers": "look at Progressing",
