@@ -11,7 +11,7 @@ import pytest
 from checkpoints import tree_of, writer_to
 from elastic_jobs import ElasticJob
 
-from virtualflow.state import checkpoint_format
+from virtualflow.state import checkpoint_format, transfer
 from virtualflow.state.checkpoint_writer import CheckpointWriter
 from virtualflow.worker import run
 
@@ -27,6 +27,13 @@ def one_script(each_training_is_of_another_process: None, monkeypatch: pytest.Mo
     """All that the test trains in this process is the runs of one script."""
     script = run.Script()
     monkeypatch.setattr(run, "this_script", lambda: script)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small tensors of tests travel as large ones do."""
+    monkeypatch.setattr(transfer, "STRIPE", 16)
+    monkeypatch.setattr(transfer, "PIECE", 64)
 
 
 @pytest.fixture

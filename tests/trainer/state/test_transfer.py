@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -159,22 +160,24 @@ def fail_at_message(number: int, how: str) -> None:
 def train(victim: str = "", number: int = 0, how: str = "", checkpoints: Path | None = None) -> Trained:
     """Eight steps of a model whose tensors are striped in several pieces."""
     torch.manual_seed(1)
-    transfer.STRIPE, transfer.PIECE = 64, 256
     if victim and os.environ.get(ENV_WORKER) == victim:
         fail_at_message(number, how)
     model = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Linear(24, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.05, amsgrad=True)
     draw = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randn(24, 16, generator=draw), torch.randn(24, 1, generator=draw))
-    with vf.elastic(
-        model,
-        optimizer,
-        dataset,
-        batch_size=12,
-        steps=8,
-        virtual_nodes=6,
-        checkpoint=None if checkpoints is None else vf.CheckpointPolicy(checkpoints, 2, None, 3),
-    ) as run:
+    with (
+        patch.multiple(transfer, STRIPE=64, PIECE=256),
+        vf.elastic(
+            model,
+            optimizer,
+            dataset,
+            batch_size=12,
+            steps=8,
+            virtual_nodes=6,
+            checkpoint=None if checkpoints is None else vf.CheckpointPolicy(checkpoints, 2, None, 3),
+        ) as run,
+    ):
         for step in run:
             for x, y in step:
                 loss = F.mse_loss(model(x), y)

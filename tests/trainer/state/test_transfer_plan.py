@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,21 +24,23 @@ from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer,
 def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     """Four steps with an evaluation between; the learning rate is changed by hand and by factors."""
     torch.manual_seed(1)
-    transfer.STRIPE = 16  # so that these small tensors travel as large ones do
     break_collective(victim, number, how)
     model = Counting()
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    with vf.elastic(
-        model,
-        optimizer,
-        regression(),
-        batch_size=12,
-        steps=4,
-        virtual_nodes=6,
-        scheduler=scheduler,
-        scheduler_interval="manual",
-    ) as run:
+    with (
+        patch.object(transfer, "STRIPE", 16),  # so that these small tensors travel as large ones do
+        vf.elastic(
+            model,
+            optimizer,
+            regression(),
+            batch_size=12,
+            steps=4,
+            virtual_nodes=6,
+            scheduler=scheduler,
+            scheduler_interval="manual",
+        ) as run,
+    ):
         told = train_steps(run, model, optimizer, scheduler.step)
     return trained(run, model, optimizer, told, scheduler.last_epoch)
 

@@ -52,6 +52,7 @@ def hosted(made: list[CountedMemory], sharded: bool, make: str, clip: float | No
     return Worker(make, clip, sharded=sharded, host=made[-1], bucket=64)
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize(
     ("make", "clip"),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,20 +24,16 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import Claim
 from virtualflow.reduction import HostMemory, choose_summation
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state import Reserve, digests, transfer
+from virtualflow.state import Reserve, digests
 from virtualflow.step import OptimizerOptions, Reduced, Update
 from virtualflow.transport.interface import Message
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.train_state import Training
 
+pytestmark = pytest.mark.usefixtures("small_pieces")
+
 NODES, SAMPLES, STEPS, JOIN = 6, 2, 5, 2
 How = Literal["before", "after"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_pieces() -> Iterator[None]:
-    with patch.multiple(transfer, STRIPE=16, PIECE=64):
-        yield
 
 
 class Deep(nn.Module):
