@@ -122,7 +122,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
         return math.ceil(samples / self._loader.batch_size)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> None:
-        """See that the gradients are clipped so, when those of all workers are there; nobody has their norm before."""
+        """See that the gradients are clipped so, when those of all workers are there; nobody has their norm before.
+
+        Raises:
+            ConfigurationError: the constructor was not told.
+        """
         if norm_type != 2 or max_norm != self._max_grad_norm:
             raise ConfigurationError(
                 f"clip_grad_norm_ is called with max_norm={max_norm}, norm_type={norm_type}; gradients are clipped "
@@ -131,7 +135,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Likewise, by value."""
+        """Likewise, by value.
+
+        Raises:
+            ConfigurationError: the constructor was not told.
+        """
         if clip_value != self._max_grad_value:
             raise ConfigurationError(
                 f"clip_grad_value_ is called with {clip_value}; gradients are clipped when those of all workers are "
@@ -139,7 +147,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
             )
 
     def skip_first_batches(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refuse: ``load_state`` goes on where the state was saved."""
+        """Refuse: ``load_state`` goes on where the state was saved.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError("skip_first_batches would skip samples twice: load_state goes on behind its step")
 
     # --- what is prepared ---------------------------------------------------------------------------------------------
@@ -157,7 +169,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
         return self._loader
 
     def prepare_optimizer(self, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-        """As the ``Accelerator``'s; its ``step`` is the library's."""
+        """As the ``Accelerator``'s; its ``step`` is the library's.
+
+        Raises:
+            ConfigurationError: it is the second one.
+        """
         if self._optimizers and optimizer not in self._optimizers:
             raise ConfigurationError(
                 "ElasticAccelerator steps one optimizer; give it all parameters in groups, or write the loop with "
@@ -169,7 +185,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
         return prepared
 
     def prepare_model(self, model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-        """As the ``Accelerator``'s."""
+        """As the ``Accelerator``'s.
+
+        Raises:
+            ConfigurationError: it wraps the model.
+        """
         prepared: nn.Module = super().prepare_model(model, *arguments, **options)
         if prepared is not model:
             raise ConfigurationError(

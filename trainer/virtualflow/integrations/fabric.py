@@ -96,7 +96,11 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         super().backward(tensor, module, *arguments, **options)
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> None:
-        """Ask for the next micro-batch: the step may be made by that."""
+        """Ask for the next micro-batch: the step may be made by that.
+
+        Raises:
+            ConfigurationError: there is a closure.
+        """
         self._loop.step(closure=bool(options))
         self._tell_rank()
 
@@ -108,7 +112,11 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> None:
-        """See that the gradients are clipped so, when those of all workers are there; nobody has their norm before."""
+        """See that the gradients are clipped so, when those of all workers are there; nobody has their norm before.
+
+        Raises:
+            ConfigurationError: the constructor was not told.
+        """
         if norm_type != 2 or max_norm != self._max_norm:
             raise ConfigurationError(
                 f"clip_gradients is called with max_norm={max_norm}, norm_type={norm_type}; gradients are clipped when "
@@ -117,7 +125,11 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
             )
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Likewise, by value."""
+        """Likewise, by value.
+
+        Raises:
+            ConfigurationError: the constructor was not told.
+        """
         if clip_val != self._clip_val:
             raise ConfigurationError(
                 f"clip_gradients is called with clip_val={clip_val}; gradients are clipped when those of all workers "
@@ -129,7 +141,11 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Remember what is trained."""
+        """Remember what is trained.
+
+        Raises:
+            ConfigurationError: there are several optimizers, or was one before.
+        """
         if self._optimizer is not None or len(optimizers) != 1:
             raise ConfigurationError(
                 "ElasticStrategy trains one module with one optimizer, which fabric.setup(module, optimizer) gets "
@@ -141,7 +157,11 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         return module, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse: an optimizer comes with its module."""
+        """Refuse: an optimizer comes with its module.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError("ElasticStrategy needs the module with its optimizer: fabric.setup(module, optimizer)")
 
     def process_dataloader(self, dataloader: Any) -> Any:

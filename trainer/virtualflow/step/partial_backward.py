@@ -108,7 +108,11 @@ class PartialBackward:
         return cost if self.full_every is None else cost + (1 - cost) / self.full_every
 
     def check(self, virtual_nodes: int) -> None:
-        """Check that a job of so many virtual nodes trains all of the model."""
+        """Check that a job of so many virtual nodes trains all of the model.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
         if self.rotate or self.full_every is not None:
             return
         if all(self.fraction(1, node, virtual_nodes) < 1 for node in range(virtual_nodes)):
