@@ -94,7 +94,13 @@ def test_a_slow_worker_is_named_while_the_job_is_not_over() -> None:
     slow = msgspec.structs.replace(FIRST, slowness=2.417)
     view = view_job(coordinator_status("training", slow, SECOND), NOW)
     assert view.job.notes == ("Slow, by what is usual for a virtual node: worker-0 (2.42 times as long).",)
-    assert [worker.state for worker in view.job.workers] == ["training, slow", "training"]
+    assert [(worker.state, worker.slow) for worker in view.job.workers] == [
+        ("training, slow", True),
+        ("training", False),
+    ]
+    crashed = msgspec.structs.replace(slow, crashed=True)
+    (first, _) = view_job(coordinator_status("training", crashed, SECOND), NOW).job.workers
+    assert (first.state, first.slow) == ("crashed", False)
     assert view_job(coordinator_status("done", slow, SECOND), NOW).job.notes == ()
 
 

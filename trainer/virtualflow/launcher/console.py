@@ -188,7 +188,7 @@ class LiveConsole:
                 Text(worker.worker, colour),
                 self._cells(worker, total, colour),
                 worker.pace,
-                Text(worker.state, _style(worker.state)),
+                Text(worker.state, "yellow" if worker.slow else _style(worker.state)),
                 str(worker.pid or "?"),
             )
         pids = {worker.pid for worker in view.job.workers}
@@ -261,7 +261,7 @@ def _restore_terminal(before: list[int | list[bytes | int]] | None) -> None:
 
 def _style(state: str) -> str:
     styles = {"training": "green", "draining": "yellow", "silent": "red", "crashed": "red", "done": "bold green"}
-    return "yellow" if state.endswith(", slow") else styles.get(state, "dim")
+    return styles.get(state, "dim")
 
 
 def _border(phase: str) -> str:

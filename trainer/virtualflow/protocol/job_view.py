@@ -148,6 +148,8 @@ class WorkerView(Base, frozen=True, tag=False):
     pid: int
     usage: tuple[str, ...]
     """A cell for each of ``USAGE_COLUMNS``; empty: nobody knows."""
+    slow: bool
+    """It is clearly slower than the others, as ``state`` says, too."""
 
 
 class ViewNow(Base, frozen=True, tag=False):
@@ -396,14 +398,13 @@ def _worker(worker: WorkerStatus, phase: Phase) -> WorkerView:
     nodes = describe_nodes(worker.first, worker.last) if count > 0 else "-"
     pace = "-" if worker.pace_ms is None else figure(worker.pace_ms)
     usage = _usage(worker.usage if phase not in ENDED else None)
-    if _is_slow(worker, phase):
-        state += ", slow"
-    state = "crashed" if worker.crashed else state
-    return WorkerView(worker.worker, state, worker.first, max(0, count), nodes, pace, worker.pid, usage)
+    slow = _is_slow(worker, phase)
+    state = "crashed" if worker.crashed else f"{state}, slow" if slow else state
+    return WorkerView(worker.worker, state, worker.first, max(0, count), nodes, pace, worker.pid, usage, slow)
 
 
 def _is_slow(worker: WorkerStatus, phase: Phase) -> bool:
-    return worker.slowness is not None and phase not in ENDED
+    return worker.slowness is not None and not worker.crashed and phase not in ENDED
 
 
 def _usage(usage: Usage | None) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ function showWorkers(job) {
     set(name.children[0], "class", worker.count ? "swatch" : "swatch none");
     write(name.children[1], worker.worker);
     write(state, worker.state);
-    set(state, "class", ["crashed", "silent"].includes(worker.state) ? "bad" : worker.state.endsWith(", slow") ? "drain" : "");
+    set(state, "class", ["crashed", "silent"].includes(worker.state) ? "bad" : worker.slow ? "drain" : "");
     write(nodes, worker.nodes);
     write(many, grouped.format(worker.count));
     write(pace, worker.pace);
