@@ -12,6 +12,9 @@ import msgspec
 
 ENV_COORDINATOR = "VIRTUALFLOW_COORDINATOR"
 ENV_TOKEN = "VIRTUALFLOW_TOKEN"
+"""In plaintext: what all of a job share, and whoever knows it may do everything."""
+ENV_IDENTITY = "VIRTUALFLOW_IDENTITY"
+"""The folder of a process's identity (``identity``); with it, connections are mutual TLS and no token is needed."""
 ENV_WORKER = "VIRTUALFLOW_WORKER"
 ENV_ADDRESS = "VIRTUALFLOW_ADDRESS"
 ENV_VIRTUAL_NODES = "VIRTUALFLOW_VIRTUAL_NODES"
