@@ -201,12 +201,13 @@ def _ask(name: str) -> dict[str, Any] | None:
     """The status of the job's coordinator; ``None``: there is none yet, or none any more."""
     from virtualflow.errors import ConfigurationError
     from virtualflow.launcher import registry
+    from virtualflow.protocol.identity import Identity
 
     try:
         job = registry.find(name)
-        headers = {"Authorization": f"Bearer {job.token}"}
-        request = urllib.request.Request(f"{job.url}/v1/status?brief=1", headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        context = Identity(Path(job.identity)).client_context()
+        request = urllib.request.Request(f"{job.url}/v1/status?brief=1")
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
             found: dict[str, Any] = json.loads(answer.read())
             return found
     except (ConfigurationError, OSError):

@@ -34,15 +34,19 @@ class Finished:
         return self.report["digest"], self.report["optimizer_digest"]
 
 
-def run_job(directory: Path, *arguments: str | int | Path, interpreters: bool = False) -> Finished:
+def run_job(
+    directory: Path, *arguments: str | int | Path, interpreters: bool = False, program: str | None = None
+) -> Finished:
     """Run ``virtualflow run`` with a report and an audit in ``directory``; it must succeed.
 
-    Its processes are forks of one that has imported torch (see ``programs``), or ``interpreters`` of their own.
+    Its processes are forks of one that has imported torch (see ``programs``), or ``interpreters`` of their own. A
+    ``program`` takes the place of ``python -m virtualflow``.
     """
     report, audit = directory / "report.json", directory / "audit.jsonl"
     report.unlink(missing_ok=True)
     audit.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--report", str(report), "--audit", str(audit)]
+    virtualflow = ["-m", "virtualflow"] if program is None else [program]
+    command = [sys.executable, *virtualflow, "run", "--plain", "--report", str(report), "--audit", str(audit)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "TMPDIR": str(directory)}
     whole = [*command, *map(str, arguments)]
     if interpreters:

@@ -14,10 +14,12 @@ from simulated import Worker, World
 
 from virtualflow.device import determinism
 from virtualflow.device.determinism import fingerprint
+from virtualflow.launcher.registry import JobAccess, RunningJob
 from virtualflow.launcher.workforce import WorkerCommand, worker_environment
 from virtualflow.protocol import versions
 from virtualflow.protocol.settings import ENV_CUBLAS_WORKSPACE, ENV_HASH_SEED, Reproducibility
 
+ACCESS = JobAccess(RunningJob("job", "", "", 0, 0), None)
 TORCH = torch.__version__.split("+")[0]
 
 
@@ -74,24 +76,24 @@ def test_workers_that_hash_strings_differently_do_not_train_together_bit_for_bit
 
 def test_whoever_starts_workers_gives_all_one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     command = WorkerCommand(
-        command=(), environment={}, coordinator="http://127.0.0.1:1", token="token", logs=Path(), audit=None
+        command=(), environment={}, coordinator="http://127.0.0.1:1", access=ACCESS, logs=Path(), audit=None
     )
     monkeypatch.delenv(ENV_HASH_SEED, raising=False)
-    assert worker_environment(command, "worker-0")[ENV_HASH_SEED] == "0"
+    assert worker_environment(command, "worker-0", "0")[ENV_HASH_SEED] == "0"
     monkeypatch.setenv(ENV_HASH_SEED, "7")
-    assert worker_environment(command, "worker-0")[ENV_HASH_SEED] == "7", "the user's counts"
+    assert worker_environment(command, "worker-0", "0")[ENV_HASH_SEED] == "7", "the user's counts"
 
 
 def test_whoever_starts_workers_gives_them_what_makes_cublas_repeat_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads it once, at the first product on a GPU: when ``vf.elastic`` is called, that may be over."""
     command = WorkerCommand(
-        command=(), environment={}, coordinator="http://127.0.0.1:1", token="token", logs=Path(), audit=None
+        command=(), environment={}, coordinator="http://127.0.0.1:1", access=ACCESS, logs=Path(), audit=None
     )
     for users, given in ((None, ":4096:8"), (":16:8", ":16:8")):
         monkeypatch.delenv(ENV_CUBLAS_WORKSPACE, raising=False)
         if users is not None:
             monkeypatch.setenv(ENV_CUBLAS_WORKSPACE, users)
-        assert worker_environment(command, "worker-0")[ENV_CUBLAS_WORKSPACE] == given
+        assert worker_environment(command, "worker-0", "0")[ENV_CUBLAS_WORKSPACE] == given
 
 
 def test_people_can_read_what_must_be_equal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,27 @@ def test_interpreters_of_their_own_give_the_same_bits(workers: int, undisturbed:
 def test_a_worker_that_comes_much_later_than_others_does_not_stop_a_schedule(tmp_path: Path) -> None:
     """The first one's change is ready while the job is held for both, and the second one's waits for it."""
     finished = run_job(
-        tmp_path, "--workers", "2", "--schedule", "4:=4,6:=2", "tests/trainer/digits_late.py", "--steps", "20"
+        tmp_path, "--insecure-plaintext", "--workers", "2", "--schedule", "4:=4,6:=2",
+        "tests/trainer/digits_late.py", "--steps", "20",
     )  # fmt: skip
     sizes = [change["to"] for change in finished.report["changes"] if change["cause"] != "rebalance"]
     assert sizes == [3, 4, 2]
+
+
+def test_digits_gives_the_same_bits_while_all_certificates_change_every_second(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    finished = run_job(
+        tmp_path, "--virtual-nodes", "8", "--workers", "2", "--schedule", "10:=3,20:kill,30:coordinator,40:=2",
+        "examples/digits.py", "--steps", STEPS, program="tests/trainer/cases/renewing.py",
+    )  # fmt: skip
+    assert finished.bits == undisturbed.bits
+    check_audit(finished, DIGITS, 8)
+    check_changes(finished)
+    check_survivors(finished, 4)
+    renewed = re.search(r"certificates were renewed (\d+) times", finished.errors)
+    assert renewed is not None
+    assert int(renewed[1]) >= 2
 
 
 def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: Finished, tmp_path: Path) -> None:

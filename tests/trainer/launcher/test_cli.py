@@ -346,8 +346,14 @@ def test_a_running_job_is_found_scaled_and_stopped(command_line: CommandLine) ->
     script = command_line.script("sleep.py", SLEEPING)
     process = command_line.start("run", "--workers", "1", "--name", "nap", script, interpreter=True)
     wait_until("the worker", lambda: len(sleepers(process, script)) == 1)
-    files = list((command_line.home / "runtime" / "virtualflow").iterdir())
-    assert [(path.name, path.stat().st_mode & 0o777) for path in files] == [("nap.json", 0o600)]
+    files = (command_line.home / "runtime" / "virtualflow").rglob("*")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
+    private = dict.fromkeys(("nap.json", "identity.pem", "authorities.pem", "page-token"), 0o600)
+    assert modes == private | dict.fromkeys(("nap.identity", "control", "coordinator", "worker-0.0"), 0o700)
+    told = [child.environ() for child in family(process)]
+    assert len([each for each in told if "VIRTUALFLOW_IDENTITY" in each]) >= 2, "the coordinator and the worker"
+    hidden = json.loads((command_line.home / "runtime" / "virtualflow" / "nap.json").read_text())["token"]
+    assert not [each for each in told if "VIRTUALFLOW_TOKEN" in each or hidden in each.values()]
 
     code, out, _ = command_line.run("status", "nap", "--json")
     assert code == 0

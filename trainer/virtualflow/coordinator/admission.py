@@ -72,12 +72,26 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     return None
 
 
-def refuse_unread(state: JobState, data: bytes | str) -> str | None:
+def refuse_borrowed_name(state: JobState, name: str, certified: str | None) -> str | None:
+    """A sentence for a process that goes by another name than that of its certificate; ``None``: it does not.
+
+    Args:
+        certified: the certificate's; ``None``: there is none, in plaintext.
+    """
+    if certified in (None, name):
+        return None
+    # In its own name: the other one is not to be taken for refused.
+    return _tell_refusal(state, certified, f"the certificate is of {certified}, and this process calls itself {name}")
+
+
+def refuse_unread(state: JobState, data: bytes | str, certified: str | None = None) -> str | None:
     """A sentence for who says a Hello that cannot be read, because it is of a version too far away.
 
     ``None``: that is not why, and there is nobody to tell.
     """
     hello = read_hello_header(data)
+    if hello is not None and certified not in (None, hello.worker):
+        return refuse_borrowed_name(state, hello.worker, certified)
     mismatch = explain_mismatch(_party(hello), this_party("the coordinator")) if hello is not None else None
     return _tell_refusal(state, hello.worker, mismatch) if hello is not None and mismatch is not None else None
 

@@ -1,16 +1,22 @@
-"""The coordinator's door: who has not shown the job's token yet gets little time, little memory and few places.
+"""The coordinator's door: who has not shown who it is yet gets little time, little memory and few places.
 
 Whoever reaches the port may connect and say nothing, or say a request one byte a minute. Such a stranger is shut out
 after ``handshake`` seconds. There are places for some of them; one more takes the place of the one that has been there
-longest, since who knows the token shows it within milliseconds. So strangers never use up the descriptors of this
-process, after which nobody could connect, and nothing that they do is logged line by line.
+longest, since who has the token or a certificate shows it within milliseconds. So strangers never use up the
+descriptors of this process, after which nobody could connect, and nothing that they do is logged line by line.
+
+A coordinator with an identity takes both on one port: by the first byte it knows whether TLS is spoken. With a
+certificate one is known when the handshake is over; without TLS one stays a stranger, to whom the server shows the live
+page and a sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import logging
 import socket
+import ssl
 import time
 from typing import Any
 
@@ -18,12 +24,16 @@ from aiohttp import WSCloseCode, web
 
 from virtualflow._process import raise_descriptor_limit
 from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.protocol.certificates import NotTrusted, Party
+from virtualflow.protocol.identity import Identity
 
 logger = logging.getLogger("virtualflow.coordinator.door")
 """For what strangers cause, that is for whatever they can cause a million times."""
 
 UNREAD = 16_384
 """Bytes that are taken from a stranger before its token is looked at."""
+_HANDSHAKE = b"\x16"
+"""What TLS begins with, and no request."""
 ACCEPTED_AT_ONCE = 128
 """Connections that asyncio accepts in one turn, before any of them can be shut out."""
 
@@ -57,10 +67,17 @@ class Seldom(logging.Filter):
 
 
 class Door:
-    """The strangers, the longest there first, and how many there may be."""
+    """The strangers, the longest there first, and how many there may be.
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    Args:
+        identity: of a coordinator that knows its parties by their certificates; ``None``: no connection is encrypted.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, identity: Identity | None = None) -> None:
         self._settings = settings
+        self.identity = identity
+        self.context = None if identity is None else identity.server_context()
+        self._parties: dict[asyncio.BaseTransport, Party] = {}
         self._strangers: dict[asyncio.BaseTransport, _Visitor] = {}
         self._places = settings.strangers
         for known in [known for known in logger.filters if isinstance(known, Seldom)]:
@@ -83,8 +100,35 @@ class Door:
         listener.listen(QUEUE)  # asyncio takes its number for both
         return listening
 
+    @property
+    def patience(self) -> float:
+        """Seconds that a stranger has."""
+        return self._settings.handshake
+
+    def party_of(self, transport: asyncio.BaseTransport | None) -> Party | None:
+        """Whose certificate a connection has shown; ``None``: nobody's."""
+        return self._parties.get(transport) if transport is not None else None
+
+    def name_of(self, request: web.Request) -> str | None:
+        """Whose certificate the sender of a request has; ``None``: it has none."""
+        party = self.party_of(request.transport)
+        return party.name if party is not None else None
+
+    def recognise(self, wire: asyncio.Transport, transport: asyncio.Transport) -> bool:
+        """Look at the certificate of a connection whose handshake is over; whether it is of a party of this job."""
+        assert self.identity is not None
+        certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        try:
+            party = self._parties[transport] = self.identity.believe(certificate)
+        except NotTrusted as error:
+            logger.warning("a connection is closed: %s", error)
+            return False
+        if party.role != "view":  # who only looks gets no place for long
+            self.admit(wire)
+        return True
+
     def admit(self, transport: asyncio.BaseTransport | None) -> None:
-        """Whoever is behind that connection has shown the token, and is no stranger any more."""
+        """Whoever is behind that connection has shown who it is, and is no stranger any more."""
         visitor = self._strangers.pop(transport, None) if transport is not None else None
         if visitor is not None:
             visitor.welcome()
@@ -92,13 +136,14 @@ class Door:
     def enter(self, transport: asyncio.BaseTransport, visitor: _Visitor) -> asyncio.TimerHandle:
         """A stranger has come; if there are too many, the one that was here longest goes. The timer of its time."""
         if len(self._strangers) >= self._places:
-            logger.warning("more than %d connections have not shown the job's token; closing the oldest", self._places)
+            logger.warning("more than %d connections have not shown who they are; closing the oldest", self._places)
             self.shut_out(next(iter(self._strangers)))
         self._strangers[transport] = visitor
         return asyncio.get_running_loop().call_later(self._settings.handshake, self._too_slow, transport)
 
     def leave(self, transport: asyncio.BaseTransport) -> None:
         self._strangers.pop(transport, None)
+        self._parties.pop(transport, None)
 
     def shut_out(self, transport: asyncio.BaseTransport) -> None:
         self.leave(transport)
@@ -107,8 +152,12 @@ class Door:
 
     def _too_slow(self, transport: asyncio.BaseTransport) -> None:
         if transport in self._strangers:
-            logger.warning("a connection is closed: it did not show the token in %g s", self._settings.handshake)
+            logger.warning("a connection is closed: it did not show who it is in %g s", self._settings.handshake)
             self.shut_out(transport)
+
+
+class _Sealed(asyncio.sslproto.SSLProtocol):
+    max_size = 32_768  # of memory for each connection, all of it touched at once: asyncio's own 256 KiB is for few
 
 
 class _Visitor(asyncio.Protocol):
@@ -117,6 +166,11 @@ class _Visitor(asyncio.Protocol):
     def __init__(self, door: Door, protocol: asyncio.Protocol) -> None:
         self._door, self._protocol = door, protocol
         self._transport: asyncio.Transport | None = None
+        """What the server reads and writes."""
+        self._wire: asyncio.Transport | None = None
+        """The connection beneath it."""
+        self._begun = door.context is None
+        """Whether it is known if TLS is spoken."""
         self._timer: asyncio.TimerHandle | None = None
         self._heard = 0
         # What needs no look at it goes there directly.
@@ -126,22 +180,68 @@ class _Visitor(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        if self._wire is None:
+            self._wire = transport
+            self._timer = self._door.enter(transport, self)
+            if not self._begun:
+                return
+        elif not self._door.recognise(self._wire, transport):
+            transport.abort()
+            return
         self._transport = transport
-        self._timer = self._door.enter(transport, self)
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            assert self._wire is not None
+            assert self._door.context is not None
+            if data[:1] == _HANDSHAKE:
+                self._seal(self._wire, self._door.context, data)
+                return
+            self._transport = self._wire
+            self._protocol.connection_made(self._wire)
+        if self._transport is None:
+            return  # of somebody who is shut out already
         if self._timer is not None:
             self._heard += len(data)
-            if self._heard > UNREAD and self._transport is not None:
+            if self._heard > UNREAD:
                 self._transport.pause_reading()
         self._protocol.data_received(data)
 
+    def _seal(self, wire: asyncio.Transport, context: ssl.SSLContext, data: bytes) -> None:
+        """Speak TLS from here on. The public ``start_tls`` does not take bytes that have come already."""
+        loop = asyncio.get_running_loop()
+        shaken: asyncio.Future[None] = loop.create_future()
+        shaken.add_done_callback(self._shaken)
+        sealed = _Sealed(
+            loop,
+            self,
+            context,
+            shaken,
+            server_side=True,
+            ssl_handshake_timeout=self._door.patience,  # type: ignore[arg-type]
+        )
+        wire.set_protocol(sealed)
+        sealed.connection_made(wire)
+        for piece in (data[at : at + _Sealed.max_size] for at in range(0, len(data), _Sealed.max_size)):
+            sealed.get_buffer(len(piece))[: len(piece)] = piece
+            sealed.buffer_updated(len(piece))
+
+    def _shaken(self, handshake: asyncio.Future[None]) -> None:
+        error = None if handshake.cancelled() else handshake.exception()
+        if error is not None:
+            logger.warning("a connection is closed: its TLS handshake failed: %s", error)
+        if self._transport is None:
+            self.connection_lost(None)  # nobody else says it
+
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_timer()
+        for transport in (self._wire, self._transport):
+            if transport is not None:
+                self._door.leave(transport)
         if self._transport is not None:
-            self._door.leave(self._transport)
-        self._protocol.connection_lost(error)
+            self._protocol.connection_lost(error)
 
     def welcome(self) -> None:
         self._forget_timer()

@@ -27,7 +27,9 @@ from virtualflow.coordinator.settings import KeptCopySettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import answer
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.certificates import NotTrusted
 from virtualflow.protocol.http_api import COPY_HEADER, CopyHeader, MemoryCopyState
+from virtualflow.protocol.identity import Identity
 from virtualflow.protocol.job_record import AGE, JobRecord
 from virtualflow.protocol.settings import MAX_MESSAGE
 
@@ -56,17 +58,22 @@ def copy_limit(settings: KeptCopySettings) -> int:
     return max(0, min(settings.most, (_free_memory() - settings.reserve) // 2))
 
 
-def check(state: JobState, newest: CopyHeader | None, header: CopyHeader, size: int) -> None:
+def check(
+    state: JobState, newest: CopyHeader | None, header: CopyHeader, size: int, certified: str | None = None
+) -> None:
     """Whether a copy of ``size`` bytes may take the place of the newest one.
 
     Only a member of the running generation may bring one: who was declared lost belongs to a lineage that is over.
+
+    Args:
+        certified: the name of the worker whose certificate the sender has; ``None``: in plaintext there is none.
     """
     if size > state.copy_limit:
         raise CopyRefusal(413, f"a copy of {size} bytes is larger than the {state.copy_limit} that there is memory for")
     if not header.state < size:
         raise CopyRefusal(400, f"a state of {header.state} bytes and its manifest are more than {size}")
     worker, running = state.roster.workers.get(header.incarnation), state.running
-    if worker is None or not worker.present:
+    if worker is None or not worker.present or certified not in (None, worker.name):
         raise CopyRefusal(409, "the process that sends this copy is none of the job's workers, or not any more")
     if running is None or running.generation != header.generation or not running.includes(header.incarnation):
         raise CopyRefusal(409, f"{worker.name} sends a copy of generation {header.generation}, which does not run")
@@ -79,12 +86,19 @@ class KeptCopies:
 
     Args:
         on_change: called when there is a new one.
+        name_of: whose certificate a request's sender has; ``None``: in plaintext there is none.
     """
 
-    def __init__(self, state: JobState, settings: KeptCopySettings, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: JobState,
+        settings: KeptCopySettings,
+        on_change: Callable[[], None],
+        name_of: Callable[[web.Request], str | None],
+    ) -> None:
         self._state = state
         self._settings = settings
-        self._on_change = on_change
+        self._on_change, self._name_of = on_change, name_of
         self._newest: Copy | None = None
         self._incoming: web.Request | None = None
         self._readers = 0
@@ -101,7 +115,7 @@ class KeptCopies:
         if self._readers:
             return answer(409, "a worker is reading the newest copy; send the next one later")
         try:
-            self._check(header, size)
+            self._check(header, size, self._name_of(request))
             if self._incoming is not None and self._incoming.transport is not None:
                 self._incoming.transport.abort()
             self._incoming = request
@@ -139,11 +153,10 @@ class KeptCopies:
             self._readers -= 1
         return response
 
-    def _check(self, header: CopyHeader, size: int) -> None:
+    def _check(self, header: CopyHeader, size: int, certified: str | None = None) -> None:
         newest = self._newest
-        check(
-            self._state, newest.header if newest is not None and newest.run == self._state.run else None, header, size
-        )
+        known = newest.header if newest is not None and newest.run == self._state.run else None
+        check(self._state, known, header, size, certified)
 
     async def _take(self, request: web.Request, header: CopyHeader, size: int) -> None:
         """Read the body into memory; once it is right, it is the newest copy."""
@@ -231,23 +244,35 @@ def take_up(job: JobState, record: JobRecord, age: float, now: float) -> bool:
     return True
 
 
-class JobRecords:
-    """Gives the record of ``job``, and takes those of coordinators before this one."""
+_SIGNED = b"virtualflow record "
+"""In front of what is signed, as a signature says one thing only."""
 
-    def __init__(self, job: JobState) -> None:
-        self._job = job
+
+class JobRecords:
+    """Gives the record of ``job``, and takes those of coordinators before this one.
+
+    Args:
+        identity: signs it, so that those who keep it cannot write one; ``None``: in plaintext.
+    """
+
+    def __init__(self, job: JobState, identity: Identity | None = None) -> None:
+        self._job, self._identity = job, identity
         self._writer = secrets.token_hex(8)
 
     async def give(self, request: web.Request) -> web.Response:
-        return web.Response(body=m.encode(write_record(self._job, self._writer)), content_type="application/json")
+        record = m.encode(write_record(self._job, self._writer))
+        if self._identity is None:
+            return web.Response(body=record, content_type="application/json")
+        signature = self._identity.sign(_SIGNED + record)
+        return web.Response(body=len(signature).to_bytes(2) + signature + record)
 
     async def take(self, request: web.Request) -> web.Response:
         try:
-            record = msgspec.json.decode(await request.read(), type=JobRecord)
+            record = msgspec.json.decode(self._unsigned(await request.read()), type=JobRecord)
             age = msgspec.convert(request.query.get(AGE), m.Seconds, strict=False)
         except web.HTTPRequestEntityTooLarge:
             return answer(413, f"the record is larger than {MAX_MESSAGE} bytes")
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NotTrusted) as error:
             return answer(400, f"this is no record of a job: {error}")
         fault = fault_in_series(record.series)
         if fault is not None:
@@ -256,3 +281,17 @@ class JobRecords:
             return answer(200, "that record is known, or a newer one is")
         logger.info("goes on with record %d of the coordinator before, %.1f s old", record.number, age)
         return answer(200, "the job goes on with that record")
+
+    def _unsigned(self, body: bytes) -> bytes:
+        """The record in what a worker hands over.
+
+        Raises:
+            NotTrusted: no coordinator of this job has written it.
+        """
+        if self._identity is None:
+            return body
+        end = 2 + int.from_bytes(body[:2])
+        writer = self._identity.read_signature(_SIGNED + body[end:], body[2:end])
+        if writer.role != "coordinator":
+            raise NotTrusted(f"{writer} has written it, and no coordinator")
+        return body[end:]

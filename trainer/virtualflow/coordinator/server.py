@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import ipaddress
 import logging
 import secrets
 import signal
@@ -25,7 +26,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from virtualflow.atomic_file import write_whole
-from virtualflow.coordinator.admission import admit, describe_run_over, refuse_unread, run_over
+from virtualflow.coordinator.admission import admit, describe_run_over, refuse_borrowed_name, refuse_unread, run_over
 from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door, WorkerLine
@@ -41,8 +42,11 @@ from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing, http_api, job_record, live_view
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.certificates import Role
+from virtualflow.protocol.identity import Identity
 from virtualflow.protocol.settings import MAX_MESSAGE, MAX_TEXT
 from virtualflow.protocol.versions import RUNS_PROTOCOL
+from virtualflow.protocol.wording import PLAINTEXT
 
 if TYPE_CHECKING:
     from virtualflow.coordinator.page.live_page import LivePage
@@ -52,17 +56,47 @@ logger = logging.getLogger("virtualflow.coordinator")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+PLACES: dict[str, Role] = {
+    "/v1/worker": "worker",
+    http_api.COPY_PATH: "worker",
+    job_record.PATH: "worker",
+    live_view.VIEW_PATH: "view",
+    live_view.LOG_PATH: "view",
+}
+"""Who may go where; everything else is for whoever runs the job."""
+_MAY: dict[Role, frozenset[Role]] = {
+    "worker": frozenset({"worker"}),
+    "view": frozenset({"view"}),
+    "control": frozenset({"control", "view"}),
+    "coordinator": frozenset(),
+}
+_MAY_ALL: frozenset[Role] = frozenset({"worker", "view", "control"})
+"""What the token of a job in plaintext opens."""
+
+
 class CoordinatorServer:
     """The server's state: the job, the open connections, and the time to decide again.
+
+    Args:
+        token: what opens everything in plaintext; with an identity it opens nothing, and the live page's token is
+            derived from it all the same.
+        identity: of a coordinator whose parties have certificates; ``None``: connections are in plaintext.
 
     Raises:
         ConfigurationError: the token is empty.
     """
 
-    def __init__(self, token: str, wanted: int, settings: CoordinatorSettings, minimum: int = 1) -> None:
+    def __init__(
+        self,
+        token: str,
+        wanted: int,
+        settings: CoordinatorSettings,
+        minimum: int = 1,
+        identity: Identity | None = None,
+    ) -> None:
         if not token:
             raise ConfigurationError("a coordinator needs a token that all who talk to it know")
-        self.door = Door(settings)
+        self.door = Door(settings, identity)
         self._digest, self._view_digest = (
             hashlib.sha256(known.encode()).digest() for known in (token, live_view.view_token(token))
         )
@@ -79,8 +113,8 @@ class CoordinatorServer:
         self._watchers = Watchers(self.state, settings.watch_interval, settings.watch_rate, settings.paid_interval)
         self._page = _page_of(self.state, settings.live_page)
         self.state.record_interval = settings.live_page.record_interval
-        self._records = JobRecords(self.state)
-        self._copies = KeptCopies(self.state, settings.memory_copy, self._watchers.notice)
+        self._records = JobRecords(self.state, identity)
+        self._copies = KeptCopies(self.state, settings.memory_copy, self._watchers.notice, self.door.name_of)
         self._timer: asyncio.TimerHandle | None = None
         self._due: asyncio.TimerHandle | None = None
         self._turned_at = 0.0
@@ -243,24 +277,41 @@ class CoordinatorServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in ("/healthz", live_view.PAGE_PATH):
             return await handler(request)
+        party = self.door.party_of(request.transport)
+        may = _MAY[party.role] if party is not None else self._may_by_token(request)
+        if PLACES.get(request.path, "control") in may:
+            if may != _MAY["view"]:  # who only looks gets no place for long
+                self.door.admit(request.transport)
+            return await handler(request)
+        if party is not None:
+            refusal = answer(403, f"the certificate is of {party}, and {request.path} is not for its role")
+        elif may:
+            refusal = answer(
+                403,
+                f"that token is for looking: it opens GET {live_view.VIEW_PATH} and {live_view.LOG_PATH}, and "
+                "nothing else",
+            )
+        elif self.door.identity is not None:
+            refusal = answer(
+                426,
+                "this job's coordinator speaks mutual TLS: use its address with https:// and a VIRTUALFLOW_IDENTITY, "
+                "or start the job with --insecure-plaintext; without TLS, it shows the live page on its own machine",
+            )
+            refusal.headers["Upgrade"] = "TLS/1.3"
+        else:
+            refusal = answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
+        refusal.force_close()
+        return refusal
+
+    def _may_by_token(self, request: web.Request) -> frozenset[Role]:
+        """Where somebody without a certificate may go: with an identity, nobody but viewers of this machine."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
         knows = hmac.compare_digest(given, self._digest) and scheme.lower() == "bearer"
         looks = hmac.compare_digest(given, self._view_digest) and scheme.lower() == "bearer"
-        if looks and request.path in (live_view.VIEW_PATH, live_view.LOG_PATH):
-            return await handler(request)  # a stranger to the door all the same: who only looks gets no place for long
-        if not knows:
-            refusal = answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
-            if looks:
-                refusal = answer(
-                    403,
-                    f"that token is for looking: it opens GET {live_view.VIEW_PATH} and {live_view.LOG_PATH}, and "
-                    "nothing else",
-                )
-            refusal.force_close()
-            return refusal
-        self.door.admit(request.transport)
-        return await handler(request)
+        if self.door.identity is not None:
+            knows, looks = False, looks and _is_local(request.remote)
+        return _MAY_ALL if knows else _MAY["view"] if looks else frozenset()
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -294,10 +345,15 @@ class CoordinatorServer:
         """One worker's connection: a Hello, then messages both ways until either side closes it."""
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
-        hello = await self._first_message(socket)
+        certified = self.door.name_of(request)
+        hello = await self._first_message(socket, certified)
         if hello is None or self._closing:
             return socket
         now = self._tick()
+        borrowed = refuse_borrowed_name(self.state, hello.worker, certified)
+        if borrowed is not None:
+            await self._refuse(socket, borrowed)
+            return socket
         self._deliver()  # what a former connection was still to be told is not for this one
         over = run_over(self.state, hello)
         if over is not None:
@@ -358,7 +414,7 @@ class CoordinatorServer:
         with contextlib.suppress(ConnectionError):
             await socket.send_bytes(framing.pack(message))
 
-    async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
+    async def _first_message(self, socket: web.WebSocketResponse, certified: str | None) -> m.Hello | None:
         message: m.FromWorker | None = None
         frame = None
         try:
@@ -371,7 +427,7 @@ class CoordinatorServer:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             seldom.warning("a connection is refused: %s", error)
             self._tick()
-            refusal = refuse_unread(self.state, frame.data) if frame is not None else None
+            refusal = refuse_unread(self.state, frame.data, certified) if frame is not None else None
             if refusal is not None:
                 await self._refuse(socket, refusal)
                 return None
@@ -379,6 +435,10 @@ class CoordinatorServer:
             return message
         await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"the first message must be a valid Hello")
         return None
+
+
+def _is_local(address: str | None) -> bool:
+    return address is not None and ipaddress.ip_address(address).is_loopback
 
 
 _PAGE = "virtualflow.coordinator.page"
@@ -413,6 +473,7 @@ async def serve(
     minimum: int,
     settings: CoordinatorSettings,
     ready_file: Path | None,
+    identity: Identity | None = None,
 ) -> int:
     """Serve one job until SIGTERM or SIGINT; the exit code.
 
@@ -420,12 +481,13 @@ async def serve(
 
     Args:
         port: the port to listen on; 0 takes a free one.
-        token: what every request must bear.
+        token: as :class:`CoordinatorServer` has it.
         wanted: how many workers the job is to start with.
         minimum: with fewer ready workers nothing begins.
-        ready_file: where to write ``http://host:port`` once it listens.
+        ready_file: where to write ``http://host:port`` once it listens; with an identity ``https://host:port``.
+        identity: of this coordinator; ``None``: in plaintext.
     """
-    coordinator = CoordinatorServer(token, wanted, settings, minimum)
+    coordinator = CoordinatorServer(token, wanted, settings, minimum, identity)
     runner = web.AppRunner(coordinator.application(), access_log=None, logger=seldom, shutdown_timeout=settings.goodbye)
     await runner.setup()
     assert runner.server is not None
@@ -443,8 +505,11 @@ async def serve(
             return 1
         bound = listening.sockets[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{bound}"
+        url = f"{'http' if identity is None else 'https'}://{shown}:{bound}"
         logger.info("listening on %s", url)
+        if identity is None:
+            coordinator.state.plaintext = True
+            coordinator.state.tell("warning", f"the job's connections are in plaintext: {PLAINTEXT}")
         if ready_file is not None:
             write_whole(ready_file, f"{url}\n".encode())
         ended = asyncio.Event()

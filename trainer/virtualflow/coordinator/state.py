@@ -136,6 +136,8 @@ class JobState:
     reason: str = ""
     """The membership decision in force, in words."""
 
+    plaintext: bool = False
+    """Nothing that its processes say is encrypted."""
     copy_limit: int = 0
     """Bytes of the largest copy of a training's state that this coordinator keeps."""
     memory_copy: MemoryCopyState | None = None

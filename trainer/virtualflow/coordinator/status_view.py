@@ -85,6 +85,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         earlier_steps=job.earlier_steps,
         stopped_early=result is not None and result.stopped_early,
         began=history.began,
+        plaintext=job.plaintext,
     )
 
 

@@ -107,10 +107,19 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
                 )
                 state.tell("warning", text[:MAX_TEXT])
         case m.Publish():
-            if any(plan.generation == message.generation and plan.includes(incarnation) for plan in state.newest):
+            if any(
+                plan.generation == message.generation and _may_publish(plan, worker, message.key)
+                for plan in state.newest
+            ):
                 state.rendezvous.add(incarnation, message)
             return
     state.note_news()
+
+
+def _may_publish(plan: m.Plan, worker: Worker, key: str) -> bool:
+    """Whether a key is a member's to publish: where another one is, only that one says."""
+    rank = plan.rank_of(worker.name, worker.incarnation)
+    return rank is not None and (key == m.member_key(rank) or not key.startswith(m.MEMBER))
 
 
 def disconnect(state: JobState, incarnation: str, now: float) -> None:

@@ -28,8 +28,8 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
-from virtualflow.protocol.environment import read_number
-from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_LOG_DIR, ENV_TOKEN
+from virtualflow.protocol.environment import read_credential, read_number
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_HANG_SECONDS, ENV_LOG_DIR
 from virtualflow.protocol.wording import counted, printable
 
 if TYPE_CHECKING:
@@ -243,17 +243,18 @@ def _with_job(
     from virtualflow.protocol.http_client import CoordinatorClient
 
     if arguments.coordinator is not None:
-        name, url, token = arguments.coordinator, arguments.coordinator, _token()
+        name = url = arguments.coordinator
+        credential = read_credential(url)
         if not url.startswith(("http://", "https://")):
             raise ConfigurationError(f"--coordinator {url}: write http://host:port")
     else:
         from virtualflow.launcher.registry import find
 
         job = find(arguments.job)
-        name, url, token = job.name, job.url, job.token
+        name, url, credential = job.name, job.url, job.credential
 
     async def talk() -> str:
-        async with CoordinatorClient(url, token, settings.signals) as client:
+        async with CoordinatorClient(url, credential, settings.signals) as client:
             return await act(client, name)
 
     print(asyncio.run(talk()))
@@ -274,11 +275,15 @@ def _turns(arguments: argparse.Namespace, _: LauncherSettings) -> int:
 def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
     if os.getpid() == 1:
         obey_sigterm()
-    token = _token()
     import asyncio
     import logging
 
     from virtualflow.coordinator import serve
+    from virtualflow.launcher.registry import PAGE_TOKEN
+
+    credential = read_credential()
+    identity = None if isinstance(credential, str) else credential
+    token = credential if isinstance(credential, str) else credential.read_beside(PAGE_TOKEN)
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     hang_limit = arguments.hang_seconds
@@ -303,14 +308,6 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
             confirmed_start=bool(read_number(ENV_CONFIRMED_START, int, 0)),
         ),
         ready_file=arguments.ready_file,
+        identity=identity,
     )
     return asyncio.run(serving)
-
-
-def _token() -> str:
-    token = os.environ.get(ENV_TOKEN, "").strip()
-    if not token:
-        raise ConfigurationError(
-            f"set {ENV_TOKEN} to the job's token (the one beside {ENV_COORDINATOR} of its workers)"
-        )
-    return token

@@ -11,9 +11,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from virtualflow.errors import VirtualFlowError
+from virtualflow.launcher.registry import JobAccess
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit, ourselves
-from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_LOG_DIR, ENV_TOKEN
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_IDENTITY, ENV_LOG_DIR, ENV_TOKEN
 
 HOST = "127.0.0.1"
 
@@ -31,6 +32,7 @@ class CoordinatorProcess:
     """Keeps a coordinator listening on one port.
 
     Args:
+        access: how it and its job's other processes know each other.
         port: to listen on, 0 for any; after the first start the port stays the same.
         heartbeat_limit: seconds.
         rebalance_gain: as the coordinator's option of that name.
@@ -43,14 +45,14 @@ class CoordinatorProcess:
         supervisor: Supervisor,
         settings: LauncherSettings,
         *,
-        token: str,
+        access: JobAccess,
         port: int,
         heartbeat_limit: float,
         rebalance_gain: float,
         hang_seconds: float | None,
         directory: Path,
     ) -> None:
-        self._supervisor, self._settings, self._token, self._port = supervisor, settings, token, port
+        self._supervisor, self._settings, self._access, self._port = supervisor, settings, access, port
         self._limits = ["--heartbeat-limit", str(heartbeat_limit), "--rebalance-gain", str(rebalance_gain)]
         if hang_seconds is not None:
             self._limits += ["--hang-seconds", str(hang_seconds)]
@@ -101,8 +103,8 @@ class CoordinatorProcess:
         command = ourselves("coordinator", "--host", HOST, "--port", str(self._port))
         command += ["--wanted", str(wanted), *self._limits, "--ready-file", str(self._ready_file)]
         environment = {
-            **os.environ,
-            ENV_TOKEN: self._token,
+            **{name: value for name, value in os.environ.items() if name not in (ENV_TOKEN, ENV_IDENTITY)},
+            **self._access.environment("coordinator", "coordinator"),
             ENV_CONFIRMED_START: "1",
             ENV_LOG_DIR: str(self._directory),
             "PYTHONPATH": _SEARCH_PATH,

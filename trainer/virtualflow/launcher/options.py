@@ -70,6 +70,8 @@ class RunOptions:
     backoff_limit: int
     """How often workers may crash without progress before the job has failed."""
     port: int
+    insecure_plaintext: bool
+    """No certificates: nothing is encrypted."""
     web: bool
     """Say where the live page is."""
     plain: bool
@@ -136,6 +138,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         hang_seconds=arguments.hang_seconds if arguments.hang_seconds is not None else job.hang_seconds,
         backoff_limit=job.backoff_limit,
         port=arguments.port,
+        insecure_plaintext=arguments.insecure_plaintext,
         web=arguments.web,
         plain=arguments.plain,
         log_dir=log_dir,

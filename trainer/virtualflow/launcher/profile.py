@@ -25,6 +25,7 @@ from virtualflow.protocol.settings import (
     ENV_AUDIT_DIR,
     ENV_COORDINATOR,
     ENV_EXPLAIN_OUT,
+    ENV_IDENTITY,
     ENV_PROFILE,
     ENV_PROFILE_OUT,
     ENV_PROFILE_SIZES,
@@ -35,7 +36,7 @@ from virtualflow.protocol.settings import (
 )
 from virtualflow.protocol.wording import counted, format_bytes, milliseconds
 
-_NOT_FOR_IT = (ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER, ENV_PROFILE, ENV_AUDIT_DIR, ENV_TERMINATION_LOG)
+_NOT_FOR_IT = (ENV_COORDINATOR, ENV_TOKEN, ENV_IDENTITY, ENV_WORKER, ENV_PROFILE, ENV_AUDIT_DIR, ENV_TERMINATION_LOG)
 """What the environment may say about workers of a job, of which there is none here."""
 
 _QUIET = ALLOCATOR_ENVIRONMENT | {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -1,17 +1,21 @@
 """Where a running ``virtualflow run`` can be found from another terminal: one small file a job, readable by
 its user only.
 
-A file holds the address of the job's coordinator and its token, so the directory has mode 0700 and the files
-0600. A file outlives its runner only if that was killed; whoever reads next removes it.
+A file holds the address of the job's coordinator and its token, and beside it is a folder with the identities of its
+processes, so directories have mode 0700 and files 0600. They outlive their runner only if that was killed; whoever
+reads next removes them.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,7 +24,10 @@ import msgspec
 
 from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.certificates import Authority, Party, Role, make_key
+from virtualflow.protocol.identity import Credential, Identity, write_identity
 from virtualflow.protocol.live_view import PageFrame, page_address
+from virtualflow.protocol.settings import ENV_IDENTITY, ENV_TOKEN
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
@@ -36,10 +43,18 @@ class RunningJob:
     url: str
     """Of the coordinator; empty while it starts."""
     token: str
+    """Opens everything in plaintext; of a job with identities, the live page alone (``page_address``)."""
     pid: int
     """The runner."""
     born: int
     """When the runner's process began, in clock ticks since boot: a pid alone may be somebody else's by now."""
+    identity: str = ""
+    """The folder of the identity by which this user's commands control the job; empty: it is in plaintext."""
+
+    @property
+    def credential(self) -> Credential:
+        """By what its coordinator is asked."""
+        return Identity(Path(self.identity)) if self.identity else self.token
 
 
 def directory() -> Path:
@@ -72,7 +87,7 @@ def running_jobs() -> list[RunningJob]:
         if job is not None and _lives(job):
             found.append(job)
         elif job is not None:
-            path.unlink(missing_ok=True)
+            _remove(path)
     return found
 
 
@@ -110,7 +125,7 @@ def release(job: RunningJob) -> None:
     path = _path(job.name)
     present = _read(path)
     if present is not None and (present.pid, present.born) == (job.pid, job.born):
-        path.unlink(missing_ok=True)
+        _remove(path)
 
 
 def find(name: str | None) -> RunningJob:
@@ -160,6 +175,62 @@ def live_page(name: str | None = None, *, height: int = 700, wait: float = 30.0)
             return PageFrame(page_address(job.url, job.token, job.name), height)
 
 
+# --- who may take part in a job of this machine -----------------------------------------------------------------------
+
+PAGE_TOKEN = "page-token"
+"""In the folder of a coordinator's identity: what the live page's token is derived from."""
+
+
+class JobAccess:
+    """How the processes of a job of this runner know each other.
+
+    That is by certificates of an authority that lives and dies in this process; in a job in plaintext, by a token in
+    the environment of each.
+
+    Args:
+        lifetime: seconds that a certificate is valid for; ``None``: the job is in plaintext.
+    """
+
+    def __init__(self, job: RunningJob, lifetime: float | None) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self.credential: Credential = self.token
+        self.control = ""
+        """The folder of the identity of this runner, and of the commands of its user."""
+        self._uid, self._lifetime = secrets.token_hex(16), lifetime
+        self._folder = _identities(_path(job.name))
+        self._issued: dict[Path, Party] = {}
+        if lifetime is not None:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._authority = Authority.make(job.name, time.time())
+            self.control = self._issue("control", "control", "")
+            self.credential = Identity(Path(self.control))
+
+    def environment(self, role: Role, name: str, uid: str = "") -> dict[str, str]:
+        """What a process that is about to start is told of who it is."""
+        if self._lifetime is None:
+            return {ENV_TOKEN: self.token}
+        folder = self._issue(role, name, uid)
+        if role == "coordinator":
+            write_whole(Path(folder) / PAGE_TOKEN, self.token.encode(), PRIVATE)
+        return {ENV_IDENTITY: folder}
+
+    def renew(self, ended: Container[str]) -> None:
+        """Issue all certificates anew, but for workers of these uids."""
+        for folder, party in [*self._issued.items()]:
+            if party.role == "worker" and party.uid in ended:
+                del self._issued[folder]
+            else:
+                self._issue(party.role, party.name, party.uid)
+
+    def _issue(self, role: Role, name: str, uid: str) -> str:
+        assert self._lifetime is not None
+        folder, key = self._folder / f"{name}.{uid}".rstrip("."), make_key()
+        party = self._issued[folder] = Party(self._uid, role, name, uid)
+        certificate = self._authority.issue(key.public_key(), party, time.time(), self._lifetime)
+        write_identity(folder, key, certificate, [self._authority.certificate])
+        return str(folder)
+
+
 def _reachable(job: RunningJob) -> RunningJob:
     if not job.url:
         raise ConfigurationError(f"{job.name} is only just starting; ask again in a moment")
@@ -168,6 +239,16 @@ def _reachable(job: RunningJob) -> RunningJob:
 
 def _path(name: str) -> Path:
     return directory() / f"{name}.json"
+
+
+def _identities(path: Path) -> Path:
+    """The folder of a job's identities, beside its file."""
+    return path.with_suffix(".identity")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(_identities(path), ignore_errors=True)
+    path.unlink(missing_ok=True)
 
 
 def _try_claim(name: str) -> RunningJob | None:
@@ -181,7 +262,7 @@ def _try_claim(name: str) -> RunningJob | None:
             present = _read(path)
             if present is not None and _lives(present):
                 return None
-            path.unlink(missing_ok=True)
+            _remove(path)
         else:
             return job
     return None

@@ -9,7 +9,6 @@ one.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
 import signal
 import sys
@@ -121,11 +120,14 @@ class Runner:
             stop_after=options.stop_after,
         )
         self._supervisor = Supervisor(self._process_ended, settings.tail)
-        self._token = secrets.token_urlsafe(32)
+        lifetime = None if options.insecure_plaintext else settings.certificate_lifetime
+        self._access = registry.JobAccess(job, lifetime)
+        self._renewed = time.time()
+        """By the clock that certificates are valid by, which goes on while the machine sleeps."""
         self._coordinator = CoordinatorProcess(
             self._supervisor,
             settings,
-            token=self._token,
+            access=self._access,
             port=options.port,
             heartbeat_limit=options.heartbeat_limit,
             rebalance_gain=options.rebalance_gain,
@@ -141,15 +143,15 @@ class Runner:
             loop.add_signal_handler(number, self._interrupt, number)
         try:
             await self._coordinator.start(lambda: self._state.wanted)
-            registry.publish(replace(self._job, url=self._coordinator.url, token=self._token))
+            access, url = self._access, self._coordinator.url
+            registry.publish(replace(self._job, url=url, token=access.token, identity=access.control))
             self._console.event(
-                f"{self._job.name}: coordinator at {self._coordinator.url}, "
-                f"{counted(self._state.wanted, 'worker')} wanted"
+                f"{self._job.name}: coordinator at {url}, {counted(self._state.wanted, 'worker')} wanted"
             )
             if self._options.web:
-                address = page_address(self._coordinator.url, self._token, self._job.name)
+                address = page_address(url, access.token, self._job.name)
                 self._console.line("stderr", f"live page: {address}")
-            async with CoordinatorClient(self._coordinator.url, self._token, self._settings.signals) as client:
+            async with CoordinatorClient(url, access.credential, self._settings.signals) as client:
                 return await self._run_with(client)
         except CoordinatorFailed as error:
             self._state.shutdown = Shutdown("failed", time.monotonic(), str(error), started=False)
@@ -186,7 +188,7 @@ class Runner:
             command=self._options.command,
             environment=self._options.environment,
             coordinator=self._coordinator.url,
-            token=self._token,
+            access=self._access,
             logs=self._logs,
             audit=self._fragments if self._options.audit is not None else None,
         )
@@ -309,6 +311,7 @@ class Runner:
 
     def _reconcile(self) -> None:
         now, state = time.monotonic(), self._state
+        self._renew()
         self._workforce.take(now)
         self._notice_end(now)
         if state.shutdown is None:
@@ -326,6 +329,11 @@ class Runner:
         self._choose_output()
         self._relay.tick()
         self._show()
+
+    def _renew(self) -> None:
+        if time.time() - self._renewed >= self._settings.certificate_renewal:
+            self._renewed = time.time()
+            self._access.renew({str(worker.number) for worker in self._table.workers if not worker.alive})
 
     def _show(self) -> None:
         processes = {worker.name: worker.process.pid for worker in self._table.living()}

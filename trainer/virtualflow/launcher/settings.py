@@ -34,6 +34,10 @@ class LauncherSettings:
 
     tick: float = 0.2
     """The runner looks at everything at least this often, whether or not news arrived."""
+    certificate_lifetime: float = 12 * 3_600.0
+    """A certificate of the processes of a job is valid for this long,"""
+    certificate_renewal: float = 6 * 3_600.0
+    """and a new one is there after this long."""
     coordinator_start: float = 30.0
     """A coordinator that does not listen by then has failed to start."""
     coordinator_starts: int = 10

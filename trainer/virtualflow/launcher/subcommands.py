@@ -16,6 +16,7 @@ from virtualflow.protocol.settings import (
     BACKOFF_LIMIT,
     CHECKPOINT_KEEP,
     CHECKPOINT_SECONDS,
+    ENV_IDENTITY,
     ENV_TOKEN,
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
@@ -116,8 +117,8 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
         command.add_argument(
             "--coordinator",
             metavar="URL",
-            help=f"of a job elsewhere, whose token is taken from {ENV_TOKEN} in the environment (default: one of this "
-            "machine)",
+            help=f"of a job elsewhere, known to it by {ENV_IDENTITY} in the environment, or in plaintext by "
+            f"{ENV_TOKEN} (default: one of this machine)",
         )
     add("export", EXTERNAL["export"])
     _add_report(add("report", "make a page of the report of a job that is over"))
@@ -221,6 +222,11 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     )
     running.add_argument(
         "--port", default=0, metavar="P", help="of the coordinator (default: any that is free)", **_PORT
+    )
+    running.add_argument(
+        "--insecure-plaintext",
+        action="store_true",
+        help="encrypt nothing, and let one token, in the environment of all processes, open everything",
     )
     running.add_argument(
         "--web", action="store_true", help="print the address of the job's live page, for a browser of this machine"
@@ -451,7 +457,10 @@ def _add_plan(parser: Parser) -> None:
 
 
 def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
-    parser.description = f"Serve the coordinator of one job. Its token is taken from {ENV_TOKEN} in the environment."
+    parser.description = (
+        f"Serve the coordinator of one job, by the identity in the folder {ENV_IDENTITY} of the environment, or, "
+        f"without one, in plaintext with the token {ENV_TOKEN}."
+    )
     parser.add_argument("--host", required=True, metavar="H", help="the address to listen on")
     parser.add_argument(
         "--port", required=True, metavar="P", help="the port to listen on; 0 for any that is free", **_PORT

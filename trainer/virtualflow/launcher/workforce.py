@@ -12,6 +12,7 @@ from virtualflow.launcher.coordinator_process import HOST
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.log_relay import last_traceback
+from virtualflow.launcher.registry import JobAccess
 from virtualflow.launcher.report import JobHistory
 from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT, LauncherSettings
 from virtualflow.launcher.shutdown import Shutdown, end_signals
@@ -28,6 +29,7 @@ from virtualflow.protocol.settings import (
     ENV_COORDINATOR,
     ENV_CUBLAS_WORKSPACE,
     ENV_HASH_SEED,
+    ENV_IDENTITY,
     ENV_TOKEN,
     ENV_WORKER,
     HASH_SEED,
@@ -257,7 +259,7 @@ class WorkerCommand:
     environment: Mapping[str, str]
     """Beyond this process's."""
     coordinator: str
-    token: str
+    access: JobAccess
     logs: Path
     """The directory of their output."""
     audit: Path | None
@@ -278,7 +280,7 @@ def start_worker(
     process = supervisor.start(
         name,
         what.command,
-        worker_environment(what, name),
+        worker_environment(what, name, str(number)),
         what.logs / f"{name}.log",
         lambda stream, text: sink(held[0], stream, text),
     )
@@ -288,16 +290,20 @@ def start_worker(
     return worker
 
 
-def worker_environment(what: WorkerCommand, name: str) -> dict[str, str]:
+_OF_THIS_JOB = (ENV_AUDIT_DIR, ENV_IDENTITY, ENV_TOKEN)
+"""Variables that are never taken from this process's environment."""
+
+
+def worker_environment(what: WorkerCommand, name: str, uid: str) -> dict[str, str]:
     environment = {
         **ALLOCATOR_ENVIRONMENT,
         ENV_HASH_SEED: str(HASH_SEED),
         ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE,
-        **{key: value for key, value in os.environ.items() if key != ENV_AUDIT_DIR},
+        **{key: value for key, value in os.environ.items() if key not in _OF_THIS_JOB},
         "PYTHONUNBUFFERED": "1",
         **what.environment,
         ENV_COORDINATOR: what.coordinator,
-        ENV_TOKEN: what.token,
+        **what.access.environment("worker", name, uid),
         ENV_WORKER: name,
         ENV_ADDRESS: HOST,
     }

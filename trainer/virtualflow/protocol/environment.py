@@ -6,8 +6,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -26,6 +27,9 @@ from virtualflow.protocol.settings import (
     Placement,
     Reproducibility,
 )
+
+if TYPE_CHECKING:
+    from virtualflow.protocol.identity import Credential  # loads what few commands need
 
 Chosen = TypeVar("Chosen", bound=str)
 
@@ -47,6 +51,29 @@ def read_number(name: str, kind: type[int] | type[float], least: float) -> int |
         bound = "above 0" if least == ABOVE_ZERO else f"of at least {least:g}"
         raise ConfigurationError(f"{name}={text!r} must be {what} {bound}; correct or unset it")
     return number
+
+
+def read_credential(url: str | None = None) -> Credential:
+    """By what this process's environment says that it is known: an identity, or else the token of a job in plaintext.
+
+    Args:
+        url: of the coordinator that it is for; one that begins with http:// takes a token only.
+
+    Raises:
+        ConfigurationError: it says nothing, or names what is no identity.
+    """
+    identity, token = _path(names.ENV_IDENTITY), os.environ.get(names.ENV_TOKEN, "").strip()
+    plain = url is not None and not url.startswith("https://")
+    if identity is not None and not plain:
+        from virtualflow.protocol.identity import Identity
+
+        return Identity(identity)
+    if not token:
+        raise ConfigurationError(
+            f"set {names.ENV_TOKEN} to the job's token (the one beside {names.ENV_COORDINATOR} of its workers), or, "
+            f"for an address with https://, {names.ENV_IDENTITY} to the folder of an identity"
+        )
+    return token
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,22 @@ class WorkerEnvironment:
     """Where to write down how gradients travel."""
     turns: Path | None = None
     """The socket of the turn server, where the device is shared with other jobs."""
+    identity: Path | None = None
+    """The folder of this worker's identity; ``None``: connections are in plaintext."""
+
+    @cached_property
+    def credential(self) -> Credential:
+        """By what the coordinator knows this worker."""
+        if self.identity is None:
+            return self.token
+        from virtualflow.protocol.identity import Identity
+
+        return Identity(self.identity)
+
+    @property
+    def secret(self) -> str:
+        """What the workers of a job have in common, and no other's: its token, or its uid."""
+        return self.credential if isinstance(self.credential, str) else self.credential.party.job
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -110,7 +153,13 @@ class WorkerEnvironment:
         token = os.environ.get(names.ENV_TOKEN, "").strip()
         if coordinator and not coordinator.startswith(("http://", "https://")):
             raise ConfigurationError(f"{names.ENV_COORDINATOR}={coordinator!r} must look like http://host:port")
-        if coordinator and not token:
+        identity = _path(names.ENV_IDENTITY)
+        if coordinator and coordinator.startswith("https://") != (identity is not None):
+            raise ConfigurationError(
+                f"{names.ENV_COORDINATOR}={coordinator!r} does not fit: with {names.ENV_IDENTITY} it begins with "
+                "https://, and without it (a job in plaintext) with http://; give what belongs together"
+            )
+        if coordinator and not token and identity is None:
             raise ConfigurationError(
                 f"{names.ENV_COORDINATOR} is set but {names.ENV_TOKEN} is not; set both, or neither to run alone"
             )
@@ -150,6 +199,7 @@ class WorkerEnvironment:
             trace_repeat=_whole(names.ENV_TRACE_REPEAT),
             explain_out=_path(names.ENV_EXPLAIN_OUT),
             turns=_path(names.ENV_TURNS),
+            identity=identity,
         )
 
 

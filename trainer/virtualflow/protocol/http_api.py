@@ -323,6 +323,8 @@ class Status(Base, frozen=True, tag=False):
     """The script has left the loop before the last step."""
     began: float | None = None
     """Unix time at which the training began; ``None``: not known."""
+    plaintext: bool = False
+    """Nothing that the job's processes say is encrypted; ``False`` also from a coordinator that does not tell."""
 
     @property
     def job_step(self) -> int:

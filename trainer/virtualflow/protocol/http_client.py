@@ -24,6 +24,7 @@ import msgspec
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.framing import countable
 from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
+from virtualflow.protocol.identity import Credential, context_of, explain_refusal, headers_of
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow.protocol.versions import StatusHeader, explain_mismatch, party, read_status_header, this_party
@@ -85,17 +86,17 @@ class _Stream(aiohttp.ClientWebSocketResponse):
 
 
 class CoordinatorClient:
-    """Talks to the coordinator at ``url`` with the job's token; an asynchronous context manager.
+    """Talks to the coordinator at ``url``; an asynchronous context manager.
 
     Raises:
-        CallRefused: from every method, when the coordinator says no (a wrong token, an unknown worker, …).
+        CallRefused: from every method, when the coordinator says no (a wrong token or role, an unknown worker, …).
         CoordinatorMisbehaves: from every method; it is a ``CallRefused``.
         CoordinatorUnreachable: from every method but ``watch``, after ``patience`` seconds.
     """
 
-    def __init__(self, url: str, token: str, settings: SignalSettings) -> None:
+    def __init__(self, url: str, credential: Credential, settings: SignalSettings) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._credential = credential
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
 
@@ -103,9 +104,9 @@ class CoordinatorClient:
         tracing = aiohttp.TraceConfig()
         tracing.on_request_redirect.append(self._refuse_redirect)  # also of a stream, which has no option for it
         self._session = aiohttp.ClientSession(
-            headers=self._headers,
+            headers=headers_of(self._credential),
             timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout),
-            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, force_close=True),
+            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, force_close=True, ssl=context_of(self._credential)),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # no coordinator compresses, and little may become very much
             trace_configs=[tracing],
@@ -296,6 +297,8 @@ class CoordinatorClient:
                 raise CallRefused(400, f"{self._url} is no address of a coordinator; write http://host:port") from error
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 trouble = str(error) or type(error).__name__
+                if isinstance(error, aiohttp.ClientSSLError):
+                    trouble = explain_refusal(self._url, error)
             if time.monotonic() + delay >= deadline:
                 raise CoordinatorUnreachable(f"the coordinator at {self._url} does not answer ({trouble})")
             await asyncio.sleep(delay)

@@ -14,6 +14,7 @@ import msgspec
 from virtualflow.protocol.http_api import ENDED, Event, Phase, Status, WorkerStatus
 from virtualflow.protocol.messages import Base, Change, Usage
 from virtualflow.protocol.wording import (
+    PLAINTEXT,
     counted,
     describe_end,
     describe_steps,
@@ -345,6 +346,8 @@ def _facts(status: Status, training: int) -> tuple[Fact, ...]:
     facts += nodes_fact(status.virtual_nodes, status.reproducibility)
     if memory is not None and memory.budgets:
         facts.append(Fact("Memory plans", f"{memory.planned} of {memory.budgets}", memory.plan))
+    if status.plaintext:
+        facts.append(Fact("Connections", "plaintext", PLAINTEXT))
     if status.hold is not None:
         facts.append(Fact("Held", f"after step {status.hold}"))
     if status.digest is not None:

@@ -39,9 +39,11 @@ def page_address(coordinator: str, token: str, job: str) -> str:
     The token stands behind a ``#``: browsers keep that to themselves, so that it is in no request and no log.
 
     Args:
-        coordinator: ``http://host:port``.
+        coordinator: ``http://host:port``, or ``https://host:port`` of one with an identity: it shows its page without
+            TLS as well, to browsers of its machine, which have no certificate and would warn of its own.
     """
-    return f"{coordinator}{PAGE_PATH}#{urlencode({'token': view_token(token), 'job': job})}"
+    plain = coordinator.replace("https://", "http://", 1)
+    return f"{plain}{PAGE_PATH}#{urlencode({'token': view_token(token), 'job': job})}"
 
 
 @dataclass(frozen=True)

@@ -395,6 +395,14 @@ class Checkpointed(Base, frozen=True, tag="checkpointed"):
     state: CheckpointState
 
 
+MEMBER = "member-"
+
+
+def member_key(rank: int) -> str:
+    """The key of a generation's rendezvous under which the member of that rank, and no other, says where it is."""
+    return f"{MEMBER}{rank}"
+
+
 class Publish(Base, frozen=True, tag="publish"):
     """A key of a generation's rendezvous; the coordinator relays it to the generation's members (:class:`Keys`)."""
 

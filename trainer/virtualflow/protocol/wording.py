@@ -16,6 +16,8 @@ from virtualflow.protocol.settings import MAX_METRICS, MAX_NAME
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """All that moves a cursor, commands a terminal or turns the order of letters, but line feeds and tabs; and halves of
 characters, which cannot be written at all."""
+PLAINTEXT = "nothing that its processes say is encrypted, and one token opens everything"
+"""What is to be known of a job without certificates."""
 _ALIKE = 0.65
 """Of 1: two words of three letters that differ in one are alike."""
 

@@ -16,6 +16,7 @@ import msgspec
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.http_api import COPY_HEADER, COPY_PATH, Answer, CopyHeader
+from virtualflow.protocol.identity import Credential, headers_of
 from virtualflow.transport.settings import CopySettings
 
 _ANSWER = 65_536
@@ -27,15 +28,15 @@ class CopyRefused(VirtualFlowError):
 
 
 class CopyClient:
-    """Sends copies to the coordinator with that ``url`` and ``token``, and fetches the newest.
+    """Sends copies to the coordinator at ``url``, and fetches the newest.
 
     Every method raises OSError when the coordinator cannot be reached, nothing moves for ``settings.idle`` seconds,
     what answers is no coordinator, or :meth:`close` is called meanwhile.
     """
 
-    def __init__(self, url: str, token: str, settings: CopySettings) -> None:
+    def __init__(self, url: str, credential: Credential, settings: CopySettings) -> None:
         self._url = urllib.parse.urlsplit(url)
-        self._token = token
+        self._credential = credential
         self._settings = settings
         self._lock = threading.Lock()
         self._open: http.client.HTTPConnection | None = None
@@ -82,8 +83,12 @@ class CopyClient:
 
     @contextlib.contextmanager
     def _request(self, method: str, headers: dict[str, str]) -> Iterator[http.client.HTTPConnection]:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=self._settings.connect_timeout)
+        host, port, timeout = self._url.hostname or "", self._url.port, self._settings.connect_timeout
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=timeout)
+            if isinstance(self._credential, str)
+            else http.client.HTTPSConnection(host, port, timeout=timeout, context=self._credential.client_context())
+        )
         try:
             connection.connect()
             connection.sock.settimeout(self._settings.idle)
@@ -92,7 +97,7 @@ class CopyClient:
                     raise ConnectionAbortedError("this worker ends")
                 self._open = connection
             connection.putrequest(method, self._url.path + COPY_PATH)
-            for name, value in {"Authorization": f"Bearer {self._token}", **headers}.items():
+            for name, value in {**headers_of(self._credential), **headers}.items():
                 connection.putheader(name, value)
             connection.endheaders()
             yield connection

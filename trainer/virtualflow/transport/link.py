@@ -22,6 +22,7 @@ import msgspec
 from virtualflow.errors import ConfigurationError, CoordinatorAbsent
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.identity import Credential, context_of, explain_refusal, headers_of
 from virtualflow.protocol.job_record import AGE, PATH
 from virtualflow.protocol.settings import MAX_MESSAGE
 from virtualflow.transport.activity import Activity
@@ -38,6 +39,14 @@ _BACKLOG = 200
 _USAGE_EVERY = 5.0
 """Seconds between two looks at what this process takes of its machine."""
 
+_REFUSALS = {
+    401: "the coordinator at {} refuses the token; check VIRTUALFLOW_TOKEN",
+    403: "the coordinator at {} takes no worker by this certificate or token; give it those of a worker of its job",
+    426: "the coordinator at {} speaks mutual TLS: give this worker its address with https:// and a "
+    "VIRTUALFLOW_IDENTITY, or start the job with --insecure-plaintext",
+}
+"""What an answer to a worker that would connect means: it is not asked again."""
+
 _TOLD = 8
 """Latest plans that are remembered as told by the coordinator that is connected; it remembers more."""
 
@@ -51,7 +60,7 @@ class Link:
     def __init__(
         self,
         url: str,
-        token: str,
+        credential: Credential,
         hello: Callable[[], m.Hello],
         on_plan: Callable[[m.Plan], None],
         settings: LinkSettings,
@@ -74,7 +83,7 @@ class Link:
         self.run_over: m.RunOver | None = None
         """This worker's run of the script was over before it was admitted, so it never is."""
         self.rejected: str | None = None
-        """Why the coordinator cannot be used at all (a wrong token)."""
+        """Why the coordinator cannot be used at all (a wrong token, another job's certificate)."""
         self.failure: Exception | None = None
         """A defect that ended something behind the training thread, which is to raise it."""
         self._asked = self._granted = 0
@@ -84,7 +93,9 @@ class Link:
         """Plans that came over the present connection."""
         self._published: dict[tuple[m.Generation, str], m.Publish] = {}
         self._url = url
-        self._token = token
+        self._credential = credential
+        self._trouble = "nothing is heard of it"
+        """What became of the latest attempt."""
         self.record = RecordKeeper(url, settings.connect_timeout)
         self._hello = hello
         self._on_plan = on_plan
@@ -112,7 +123,8 @@ class Link:
         limit = self._settings.orphan_limit if limit is None else limit
         if not self.wait(self._answered, limit):
             raise CoordinatorAbsent(
-                f"no coordinator answers at {self._url} for {limit:g} s; check VIRTUALFLOW_COORDINATOR"
+                f"no coordinator answers at {self._url} for {limit:g} s ({self._trouble}); check "
+                "VIRTUALFLOW_COORDINATOR"
             )
         if self.rejected is not None:
             raise ConfigurationError(self.rejected)
@@ -230,8 +242,9 @@ class Link:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         pause, said = self._settings.retry_first, False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout)
+        connector = aiohttp.TCPConnector(ssl=context_of(self._credential))
         async with aiohttp.ClientSession(
-            timeout=timeout, headers={"Authorization": f"Bearer {self._token}"}
+            timeout=timeout, headers=headers_of(self._credential), connector=connector
         ) as session:
             while not (self._closing.is_set() or self.rejected or self.refused or self.run_over):
                 try:
@@ -249,10 +262,14 @@ class Link:
                     if self.welcome is not welcome:
                         pause, said = self._settings.retry_first, False
                 except aiohttp.WSServerHandshakeError as error:
-                    if error.status in (401, 403):
-                        self._reject(f"the coordinator at {self._url} refuses the token; check VIRTUALFLOW_TOKEN")
+                    sentence = _REFUSALS.get(error.status)
+                    if sentence is not None:
+                        self._reject(sentence.format(self._url))
                     logger.debug("the coordinator answers %s", error.status)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    if isinstance(error, aiohttp.ClientSSLError) and self.welcome is None:
+                        self._reject(explain_refusal(self._url, error))
+                    self._trouble = str(error) or type(error).__name__
                     if not said:
                         logger.debug("no connection to the coordinator: %s", error)
                         said = True

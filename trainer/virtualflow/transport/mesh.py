@@ -22,6 +22,7 @@ from typing import Protocol
 
 from virtualflow._process import raise_descriptor_limit
 from virtualflow.errors import CommunicatorBroken
+from virtualflow.protocol.messages import member_key as _key
 
 LANES = 2
 """Connections of each pair: of the thread that trains, and of the one that exchanges beside it."""
@@ -82,10 +83,6 @@ def build_mesh(
         listener.close()
         undo.pop_all()
     return lanes
-
-
-def _key(rank: int) -> str:
-    return f"member-{rank}"
 
 
 def _listen(address: str, backlog: int) -> socket.socket:

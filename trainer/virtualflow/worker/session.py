@@ -66,7 +66,7 @@ class Session:
         self._report_limit = settings.report_limit
         self._offered: m.Plan | None = None
         self.link = Link(
-            environment.coordinator, environment.token, self._hello, self._on_plan, settings.link, self._on_over
+            environment.coordinator, environment.credential, self._hello, self._on_plan, settings.link, self._on_over
         )
         self.activity = self.link.activity
         self.give_up: Callable[[Leave], None] | None = None
@@ -84,7 +84,7 @@ class Session:
         """Connect.
 
         Raises:
-            ConfigurationError: the coordinator cannot be reached or refuses the token.
+            ConfigurationError: the coordinator cannot be reached or refuses this worker.
             Leave: this process is not admitted, or the job is over.
             RunIsOver: the job is in a later run of the script.
         """

@@ -431,7 +431,7 @@ def _open_copies(request: Request, identity: JobIdentity, session: AnySession) -
     def tell(text: str) -> None:
         session.note("warning", text)
 
-    place = CopyClient(environment.coordinator, environment.token, settings.copy)
+    place = CopyClient(environment.coordinator, environment.credential, settings.copy)
     return MemoryCopies(place, limit, session.incarnation, identity, tell, settings.memory_copy)
 
 
