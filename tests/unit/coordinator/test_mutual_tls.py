@@ -16,20 +16,21 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from coordinator_server import SETTINGS, hello, told, until
+from coordinator_server import SETTINGS, Server, hello, told, until, with_server
 from identities import HOUR, Identities, identities
 
 from virtualflow.coordinator.server import CoordinatorServer
+from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.certificates import Role
 from virtualflow.protocol.http_api import COPY_HEADER, COPY_PATH, CopyHeader, GoneCall, ScaleCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
-from virtualflow.protocol.identity import Identity
+from virtualflow.protocol.identity import Credential, Identity
 from virtualflow.protocol.job_record import AGE, PATH
 from virtualflow.protocol.live_view import VIEW_PATH, view_token
 from virtualflow.protocol.settings import SignalSettings
-from virtualflow.transport import CopyClient
-from virtualflow.transport.settings import CopySettings
+from virtualflow.transport import CopyClient, Link
+from virtualflow.transport.settings import CopySettings, LinkSettings
 
 PAGE = "what the page's token is derived from"
 QUICK = SignalSettings(request_timeout=10.0, patience=0.0)
@@ -363,6 +364,99 @@ def test_a_client_in_plaintext_is_told_what_to_do(tmp_path: Path) -> None:
                 await client.status()
 
     with_guarded(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "credential", "said"),
+    [
+        pytest.param(
+            "http",
+            lambda job, folder: PAGE,
+            "speaks mutual TLS: give this worker its address with https:// and a VIRTUALFLOW_IDENTITY",
+            id="in plaintext",
+        ),
+        pytest.param(
+            "https",
+            lambda job, folder: identities(folder, "job-b").hold("worker", "worker-0"),
+            "is not the coordinator of this job .*; give its address, or an VIRTUALFLOW_IDENTITY of its job",
+            id="of job B",
+        ),
+        pytest.param(
+            "https",
+            lambda job, folder: job.hold("control", "control"),
+            "takes no worker by this certificate",
+            id="of another role",
+        ),
+    ],
+)
+def test_a_worker_that_does_not_belong_here_is_told_so_at_once(
+    tmp_path: Path, scheme: str, credential: Callable[[Identities, Path], Credential], said: str
+) -> None:
+    async def story(server: Guarded) -> None:
+        url = server.url.replace("https", scheme)
+        await refused(Link(url, credential(server.job, tmp_path / "b"), lambda: WORKER, ignore, LinkSettings()), said)
+
+    with_guarded(tmp_path, story)
+
+
+def test_a_worker_with_a_certificate_is_told_that_a_coordinator_is_in_plaintext(tmp_path: Path) -> None:
+    worker = identities(tmp_path).hold("worker", "worker-0")
+
+    async def story(server: Server) -> None:
+        url = server.url.replace("http", "https")
+        said = "does not speak TLS .*: it may be a coordinator in plaintext, which takes a VIRTUALFLOW_TOKEN"
+        await refused(Link(url, worker, lambda: WORKER, ignore, LinkSettings()), said)
+
+    with_server(story)
+
+
+WORKER = hello("worker-0", ready=True)
+
+
+def ignore(plan: m.Plan) -> None:
+    """It is never admitted."""
+
+
+async def refused(link: Link, said: str) -> None:
+    try:
+        with pytest.raises(ConfigurationError, match=said):
+            await asyncio.to_thread(link.start)
+    finally:
+        await asyncio.to_thread(link.close)
+
+
+def test_who_listens_on_the_wire_reads_nothing(tmp_path: Path) -> None:
+    heard = bytearray()
+
+    async def story(server: Guarded) -> None:
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, here = await asyncio.open_connection("127.0.0.1", server.port)
+
+            async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+                while data := await source.read(65_536):
+                    heard.extend(data)
+                    target.write(data)
+                target.close()
+
+            await asyncio.gather(pass_on(reader, here), pass_on(there, writer))
+
+        between = await asyncio.start_server(relay, "127.0.0.1", 0)
+        url = f"https://127.0.0.1:{between.sockets[0].getsockname()[1]}"
+        async with (
+            between,
+            server.as_(server.job.hold("worker", "worker-0")) as session,
+            session.ws_connect(f"{url}/v1/worker") as stream,
+        ):
+            await stream.send_bytes(m.encode(WORKER))
+            assert isinstance(await told(stream), m.Welcome)
+            async with CoordinatorClient(url, server.job.hold("control", "control"), QUICK) as client:
+                (worker,) = (await client.status()).workers
+            assert worker.worker == "worker-0"
+
+    with_guarded(tmp_path, story)
+    assert len(heard) > 2_000
+    for known in (b"worker-0", b"virtualNodes", b"/v1/", b"Bearer", b"fingerprint", b"job-a/"):
+        assert known not in heard
 
 
 def test_half_a_handshake_and_garbage_cost_their_place_and_nothing_else(tmp_path: Path) -> None:
