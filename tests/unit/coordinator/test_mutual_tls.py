@@ -360,7 +360,7 @@ def test_without_tls_nothing_but_the_page_is_there(tmp_path: Path, token: str, p
 def test_a_client_in_plaintext_is_told_what_to_do(tmp_path: Path) -> None:
     async def story(server: Guarded) -> None:
         async with CoordinatorClient(server.url.replace("https", "http"), PAGE, QUICK) as client:
-            with pytest.raises(CallRefused, match="speaks mutual TLS: use its address with https://"):
+            with pytest.raises(CallRefused, match="speaks mutual TLS: give its address with https://"):
                 await client.status()
 
     with_guarded(tmp_path, story)
@@ -372,7 +372,7 @@ def test_a_client_in_plaintext_is_told_what_to_do(tmp_path: Path) -> None:
         pytest.param(
             "http",
             lambda job, folder: PAGE,
-            "speaks mutual TLS: give this worker its address with https:// and a VIRTUALFLOW_IDENTITY",
+            "speaks mutual TLS: give its address with https:// and an VIRTUALFLOW_IDENTITY",
             id="in plaintext",
         ),
         pytest.param(

@@ -9,6 +9,9 @@ import pytest
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import registry
+from virtualflow.protocol.identity import OWN, Identity
+
+HOUR = 3_600.0
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +66,36 @@ def test_a_name_is_taken_while_its_job_runs_and_then_free_again(place: Path) -> 
 
 
 def test_what_a_killed_runner_left_is_removed(place: Path) -> None:
-    registry.publish(dataclasses.replace(running("digits"), born=1))  # The pid is somebody else's by now.
+    job = running("digits")
+    registry.JobAccess(job, HOUR).environment("worker", "worker-0", "0")
+    registry.publish(dataclasses.replace(job, born=1))  # The pid is somebody else's by now.
     assert registry.running_jobs() == []
     assert list(place.iterdir()) == []
+
+
+def test_who_takes_part_in_a_job_is_told_where_its_identity_is_and_no_secret(place: Path) -> None:
+    access = registry.JobAccess(running("digits"), HOUR)
+    told = access.environment("worker", "worker-0", "3")
+    assert told == {"VIRTUALFLOW_IDENTITY": str(place / "digits.identity" / "worker-0.3")}
+    party = Identity(Path(told["VIRTUALFLOW_IDENTITY"])).party
+    assert (party.role, party.name, party.uid) == ("worker", "worker-0", "3")
+    registry.release(running("mlp"))
+    assert (place / "digits.identity").is_dir(), "another job's end is none of its business"
+
+
+def test_certificates_of_those_who_live_are_renewed(place: Path) -> None:
+    access = registry.JobAccess(running("digits"), HOUR)
+    folders = [Path(access.environment("worker", "worker-0", uid)["VIRTUALFLOW_IDENTITY"]) for uid in ("0", "1")]
+    folders.append(Path(access.environment("coordinator", "coordinator")["VIRTUALFLOW_IDENTITY"]))
+    before = [(folder / OWN).read_bytes() for folder in folders]
+    access.renew({"0"})
+    changed = [(folder / OWN).read_bytes() != content for folder, content in zip(folders, before, strict=True)]
+    assert changed == [False, True, True]
+
+
+def test_a_job_in_plaintext_has_one_token_and_no_certificates(place: Path) -> None:
+    access = registry.JobAccess(running("digits"), None)
+    assert access.environment("worker", "worker-0") == access.environment("coordinator", "coordinator")
+    assert access.environment("worker", "worker-0") == {"VIRTUALFLOW_TOKEN": access.credential}
+    access.renew(())
+    assert [path.name for path in place.iterdir()] == ["digits.json"]

@@ -43,7 +43,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing, http_api, job_record, live_view
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.certificates import Role
-from virtualflow.protocol.identity import Identity
+from virtualflow.protocol.identity import TLS_ONLY, Identity
 from virtualflow.protocol.settings import MAX_MESSAGE, MAX_TEXT
 from virtualflow.protocol.versions import RUNS_PROTOCOL
 from virtualflow.protocol.wording import PLAINTEXT
@@ -294,8 +294,7 @@ class CoordinatorServer:
         elif self.door.identity is not None:
             refusal = answer(
                 426,
-                "this job's coordinator speaks mutual TLS: use its address with https:// and a VIRTUALFLOW_IDENTITY, "
-                "or start the job with --insecure-plaintext; without TLS, it shows the live page on its own machine",
+                f"the coordinator {TLS_ONLY}; without TLS, it shows the live page on its own machine",
             )
             refusal.headers["Upgrade"] = "TLS/1.3"
         else:

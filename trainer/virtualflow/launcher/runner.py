@@ -331,8 +331,9 @@ class Runner:
         self._show()
 
     def _renew(self) -> None:
-        if time.time() - self._renewed >= self._settings.certificate_renewal:
-            self._renewed = time.time()
+        now = time.time()
+        if abs(now - self._renewed) >= self._settings.certificate_renewal:  # also if the clock was set
+            self._renewed = now
             self._access.renew({str(worker.number) for worker in self._table.workers if not worker.alive})
 
     def _show(self) -> None:

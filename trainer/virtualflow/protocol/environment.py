@@ -138,8 +138,8 @@ class WorkerEnvironment:
         return Identity(self.identity)
 
     @property
-    def secret(self) -> str:
-        """What the workers of a job have in common, and no other's: its token, or its uid."""
+    def job(self) -> str:
+        """What tells the job from others: its uid, or its token."""
         return self.credential if isinstance(self.credential, str) else self.credential.party.job
 
     @classmethod

@@ -24,7 +24,7 @@ import msgspec
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.framing import countable
 from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
-from virtualflow.protocol.identity import Credential, context_of, explain_refusal, headers_of
+from virtualflow.protocol.identity import TLS_ONLY, Credential, context_of, explain_refusal, headers_of
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow.protocol.versions import StatusHeader, explain_mismatch, party, read_status_header, this_party
@@ -315,4 +315,4 @@ def _sentence(content: bytes) -> str:
 def _refusal(code: int) -> str:
     if code in (401, 403):
         return "the coordinator refuses the token; it must be the one that the job was started with"
-    return f"the coordinator refuses the request ({code})"
+    return f"the coordinator {TLS_ONLY}" if code == 426 else f"the coordinator refuses the request ({code})"

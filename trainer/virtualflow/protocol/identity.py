@@ -232,6 +232,12 @@ class _Newest(ssl.SSLContext):
         return held.server if self._server is None else held.client
 
 
+TLS_ONLY = (
+    f"speaks mutual TLS: give its address with https:// and an {ENV_IDENTITY}, or start the job with "
+    "--insecure-plaintext"
+)
+"""What is to be said of a coordinator with an identity to who comes in plaintext (HTTP status 426)."""
+
 Credential = str | Identity
 """By what a client is known to a coordinator: the job's token in plaintext, or an identity."""
 

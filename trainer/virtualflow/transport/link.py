@@ -22,7 +22,7 @@ import msgspec
 from virtualflow.errors import ConfigurationError, CoordinatorAbsent
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.identity import Credential, context_of, explain_refusal, headers_of
+from virtualflow.protocol.identity import TLS_ONLY, Credential, context_of, explain_refusal, headers_of
 from virtualflow.protocol.job_record import AGE, PATH
 from virtualflow.protocol.settings import MAX_MESSAGE
 from virtualflow.transport.activity import Activity
@@ -42,8 +42,7 @@ _USAGE_EVERY = 5.0
 _REFUSALS = {
     401: "the coordinator at {} refuses the token; check VIRTUALFLOW_TOKEN",
     403: "the coordinator at {} takes no worker by this certificate or token; give it those of a worker of its job",
-    426: "the coordinator at {} speaks mutual TLS: give this worker its address with https:// and a "
-    "VIRTUALFLOW_IDENTITY, or start the job with --insecure-plaintext",
+    426: f"the coordinator at {{}} {TLS_ONLY}",
 }
 """What an answer to a worker that would connect means: it is not asked again."""
 

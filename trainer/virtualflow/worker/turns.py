@@ -83,7 +83,7 @@ def _name_job(environment: WorkerEnvironment) -> str:
     """What all workers of a job call it, and of no other: an address may be that of several, in other networks."""
     if environment.coordinator is None:
         return f"alone, process {os.getpid()}"
-    token = hashlib.sha256(environment.secret.encode()).hexdigest()
+    token = hashlib.sha256(environment.job.encode()).hexdigest()
     return f"{environment.coordinator} {token[:16]}"[-MAX_NAME:]
 
 
