@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+from signers import NamedSigner
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.mesh import build_mesh
+from virtualflow.transport.sealing import Introduction, Signer
 from virtualflow.transport.settings import CommunicatorSettings
 
 
@@ -44,14 +47,26 @@ def mesh(
     size: int,
     interrupted: dict[int, Callable[[], str | None]] | None = None,
     settings: CommunicatorSettings | None = None,
+    *,
+    sealed: bool = False,
+    signers: Mapping[int, Signer | None] | None = None,
+    board: Board | None = None,
 ) -> list[Communicator]:
-    """Communicators of ``size`` members in this process."""
-    board, plan = Board(), plan_of(size)
+    """Communicators of ``size`` members in this process.
+
+    Args:
+        signers: of those members that have others than ``sealed`` says.
+    """
+    board, plan = board or Board(), plan_of(size)
 
     def connect(rank: int) -> Communicator:
         news = (interrupted or {}).get(rank, lambda: None)
-        lanes = build_mesh(board, rank, size, "127.0.0.1", 20.0)
-        return Communicator(plan, rank, lanes, news, settings or CommunicatorSettings())
+        own = NamedSigner(f"worker-{rank}") if sealed else None
+        signer = (signers or {}).get(rank, own)
+        introduction = None if signer is None else Introduction(signer, plan, rank)
+        lanes = build_mesh(board, rank, size, "127.0.0.1", 20.0, introduction=introduction)
+        how = settings or CommunicatorSettings()
+        return Communicator(plan, rank, lanes, news, how, introduction=introduction)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(connect, range(size)))

@@ -17,16 +17,34 @@ from meshes import mesh
 from tiers import examples
 from virtualflow.errors import CommunicatorBroken, Damaged, VirtualFlowError
 from virtualflow.transport.channel import CLOSED, Channel, FrameExchange, checksum
+from virtualflow.transport.sealing import SealedChannel
 
 HEAD = 24
 
 
+Connecting = Callable[[], tuple[Channel, Channel]]
+
+
 def pair() -> tuple[Channel, Channel]:
     """Both ends of a connection."""
+    accepted, connecting = connections()
+    return Channel(accepted, "worker-0"), Channel(connecting, "worker-1")
+
+
+def sealed_pair() -> tuple[Channel, Channel]:
+    accepted, connecting = connections()
+    one, other = os.urandom(32), os.urandom(32)
+    return SealedChannel(accepted, "worker-0", one, other), SealedChannel(connecting, "worker-1", other, one)
+
+
+def connections() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connecting = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
-    return Channel(accepted, "worker-0"), Channel(connecting, "worker-1")
+    return accepted, connecting
+
+
+plain_and_sealed = pytest.mark.parametrize("connect", [pair, sealed_pair], ids=["plain", "sealed"])
 
 
 def send(channel: Channel, *contents: bytes) -> FrameExchange:
@@ -54,10 +72,13 @@ def carry(*channels: Channel, until: Callable[[], bool]) -> None:
             channel.advance()
 
 
+@plain_and_sealed
 @given(first=st.lists(st.binary(max_size=3_000), max_size=8), second=st.lists(st.binary(max_size=3_000), max_size=8))
 @settings(max_examples=examples(100), deadline=None)
-def test_frames_arrive_in_their_order_in_both_directions(first: list[bytes], second: list[bytes]) -> None:
-    left, right = pair()
+def test_frames_arrive_in_their_order_in_both_directions(
+    connect: Connecting, first: list[bytes], second: list[bytes]
+) -> None:
+    left, right = connect()
     here, arrives_here = expect(left, *map(len, second))
     there, arrives_there = expect(right, *map(len, first))
     leaves = send(left, *first), send(right, *second)
@@ -68,8 +89,9 @@ def test_frames_arrive_in_their_order_in_both_directions(first: list[bytes], sec
     right.close()
 
 
-def test_large_frames_in_both_directions_do_not_wait_for_each_other() -> None:
-    left, right = pair()
+@plain_and_sealed
+def test_large_frames_in_both_directions_do_not_wait_for_each_other(connect: Connecting) -> None:
+    left, right = connect()
     size = 20_000_000  # more than the kernel keeps
     here, arrives_here = expect(left, size)
     there, arrives_there = expect(right, size)
@@ -82,8 +104,9 @@ def test_large_frames_in_both_directions_do_not_wait_for_each_other() -> None:
     right.close()
 
 
-def test_what_comes_before_it_is_expected_waits_for_that() -> None:
-    left, right = pair()
+@plain_and_sealed
+def test_what_comes_before_it_is_expected_waits_for_that(connect: Connecting) -> None:
+    left, right = connect()
     send(left, b"early", b"later")
     left.advance()
     assert not right.advance()
@@ -97,8 +120,9 @@ def test_what_comes_before_it_is_expected_waits_for_that() -> None:
     right.close()
 
 
-def test_another_length_than_expected_is_told_in_a_sentence() -> None:
-    left, right = pair()
+@plain_and_sealed
+def test_another_length_than_expected_is_told_in_a_sentence(connect: Connecting) -> None:
+    left, right = connect()
     send(left, b"12345")
     left.advance()
     expect(right, 4)
@@ -147,8 +171,9 @@ def test_a_connection_that_closes_before_a_frame_is_whole_is_broken(sent: int) -
     right.close()
 
 
-def test_what_had_left_before_its_sender_closed_arrives() -> None:
-    left, right = pair()
+@plain_and_sealed
+def test_what_had_left_before_its_sender_closed_arrives(connect: Connecting) -> None:
+    left, right = connect()
     send(left, b"abc")
     left.advance()
     left.close()
@@ -168,8 +193,9 @@ def test_a_peer_that_is_gone_shows_where_nothing_is_expected_of_it() -> None:
     right.close()
 
 
-def test_no_memory_changes_behind_a_cut_though_all_has_arrived() -> None:
-    left, right = pair()
+@plain_and_sealed
+def test_no_memory_changes_behind_a_cut_though_all_has_arrived(connect: Connecting) -> None:
+    left, right = connect()
     (content,), _ = expect(right, 3)
     send(left, b"abc")
     left.advance()

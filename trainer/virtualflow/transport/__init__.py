@@ -7,6 +7,7 @@ from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
 from virtualflow.transport.interface import DONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link
+from virtualflow.transport.sealing import Signer
 from virtualflow.transport.turns import Turns
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Link",
     "Message",
     "Pending",
+    "Signer",
     "Turns",
     "as_bytes",
     "gather_bytes",

@@ -9,7 +9,7 @@ What arrives as something else than what was sent is not used. TCP's own checksu
 network card takes over; memory, cards and switches damage data behind its back (Stone and Partridge, "When the CRC and
 TCP checksum disagree", SIGCOMM 2000). XXH3 reads at the speed of memory, so that the sender hashes what it is about to
 send, and the receiver what it is about to use, while that is in the caches. It finds faults; it is no guard against
-somebody who makes them.
+somebody who makes them: that is ``sealing``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import xxhash
 
@@ -29,12 +29,15 @@ from virtualflow.transport.settings import CommunicatorSettings
 
 checksum: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 """XXH3 of bytes, 64 bits."""
-_HEAD = struct.Struct("<QQQ")
+HEAD = struct.Struct("<QQQ")
 """Bytes of the content, its checksum, and the checksum of these two."""
 _CALLS = 16
 """Of the kernel, before another peer has its turn."""
 CLOSED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 """What polling says of a connection that the peer has closed."""
+
+
+_NONE: Iterator[list[memoryview]] = iter(())
 
 
 class FrameExchange:
@@ -47,21 +50,31 @@ class FrameExchange:
         """How many have not come, or not left, yet."""
 
 
-class _Arrival:
+class Arrival:
+    """A frame that is expected."""
+
     __slots__ = ("at", "content", "exchange", "head")
 
     def __init__(self, content: memoryview, exchange: FrameExchange) -> None:
         self.content, self.exchange = content, exchange
-        self.head = memoryview(bytearray(_HEAD.size))
+        self.head = memoryview(bytearray(HEAD.size))
         self.at = 0
         """Bytes that have come, of both."""
 
 
-class _Departure:
-    __slots__ = ("exchange", "views")
+class Departure:
+    """A frame that is to leave."""
 
-    def __init__(self, views: list[memoryview], exchange: FrameExchange) -> None:
+    __slots__ = ("exchange", "left", "more", "views")
+
+    def __init__(
+        self, views: list[memoryview], exchange: FrameExchange, left: int, more: Iterator[list[memoryview]] = _NONE
+    ) -> None:
         self.views, self.exchange = views, exchange
+        self.left = left
+        """Bytes of the frame that have not left yet, those that ``more`` makes included."""
+        self.more = more
+        """The rest of a frame that is made while it leaves."""
 
 
 class Channel:
@@ -79,8 +92,8 @@ class Channel:
         self._lock = threading.Lock()
         """Held while memory is read or written, so that none is behind :meth:`cut`."""
         self._over = False
-        self._incoming: deque[_Arrival] = deque()
-        self._outgoing: deque[_Departure] = deque()
+        self._incoming: deque[Arrival] = deque()
+        self._outgoing: deque[Departure] = deque()
         self._sent = self._received = 0
         """Frames so far: their number is part of their checksum, so that one that is lost or comes twice is noticed."""
 
@@ -103,14 +116,14 @@ class Channel:
 
     def expect(self, content: memoryview, exchange: FrameExchange) -> None:
         exchange.left += 1
-        self._incoming.append(_Arrival(content, exchange))
+        self._incoming.append(Arrival(content, exchange))
 
     def send(self, content: memoryview, check: int, exchange: FrameExchange) -> None:
         """Send a frame behind those before it; its memory must not change until it has left."""
         exchange.left += 1
         head = _write_head(len(content), check, self._sent)
         self._sent += 1
-        self._outgoing.append(_Departure([memoryview(head), content], exchange))
+        self._outgoing.append(Departure([memoryview(head), content], exchange, HEAD.size + len(content)))
 
     def advance(self) -> bool:
         """Send and receive what goes without waiting; whether anything has moved.
@@ -147,12 +160,15 @@ class Channel:
             try:
                 with self._lock:
                     self._refuse_if_over()
+                    if not departure.views:
+                        departure.views = next(departure.more)
                     sent = self._connection.sendmsg(departure.views, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 break
             moved = True
-            departure.views = _without(departure.views, sent)
-            if not departure.views:
+            departure.views = without(departure.views, sent)
+            departure.left -= sent
+            if not departure.left:
                 self._outgoing.popleft()
                 departure.exchange.left -= 1
         return moved
@@ -163,34 +179,44 @@ class Channel:
             if not self._incoming:
                 break
             arrival = self._incoming[0]
-            room = _without([arrival.head, arrival.content], arrival.at)
             try:
                 with self._lock:
                     self._refuse_if_over()
-                    received = self._connection.recvmsg_into(room)[0]
+                    received = self._connection.recvmsg_into(self._room_for(arrival))[0]
             except BlockingIOError:
                 break
             if received == 0:
                 raise CommunicatorBroken(f"{self.peer} has closed its connection")
             moved = True
-            before, arrival.at = arrival.at, arrival.at + received
-            if before < _HEAD.size <= arrival.at:
-                self._check_head(arrival)
-            if arrival.at == _HEAD.size + len(arrival.content):
-                self._check_content(arrival)
+            if self._take(arrival, received):
                 self._incoming.popleft()
                 self._received += 1
                 arrival.exchange.left -= 1
         return moved
 
+    def _room_for(self, arrival: Arrival) -> list[memoryview]:
+        """Where what comes next belongs."""
+        return without([arrival.head, arrival.content], arrival.at)
+
+    def _take(self, arrival: Arrival, received: int) -> bool:
+        """Look at so many bytes that have come into that room; whether the frame is whole."""
+        before, arrival.at = arrival.at, arrival.at + received
+        if before < HEAD.size <= arrival.at:
+            length, check, _ = HEAD.unpack(arrival.head)
+            if bytes(arrival.head) != _write_head(length, check, self._received):
+                raise self._damaged(HEAD.size)
+            self._refuse_other_length(length, arrival)
+        if arrival.at < HEAD.size + len(arrival.content):
+            return False
+        if checksum(arrival.content) != HEAD.unpack(arrival.head)[1]:
+            raise self._damaged(len(arrival.content))
+        return True
+
     def _refuse_if_over(self) -> None:
         if self._over:
             raise CommunicatorBroken("the connections were cut")
 
-    def _check_head(self, arrival: _Arrival) -> None:
-        length, check, _ = _HEAD.unpack(arrival.head)
-        if bytes(arrival.head) != _write_head(length, check, self._received):
-            raise self._damaged(_HEAD.size)
+    def _refuse_other_length(self, length: int, arrival: Arrival) -> None:
         if length != len(arrival.content):
             raise VirtualFlowError(
                 f"{self.peer} has sent {length} bytes where {len(arrival.content)} were expected, so workers are at "
@@ -198,22 +224,19 @@ class Channel:
                 "own begins anew in a joiner), and call vf.evaluate at the same step on every worker"
             )
 
-    def _check_content(self, arrival: _Arrival) -> None:
-        if checksum(arrival.content) != _HEAD.unpack(arrival.head)[1]:
-            raise self._damaged(len(arrival.content))
-
-    def _damaged(self, size: int) -> Damaged:
+    def _damaged(self, size: int, how: str = "their checksum differs") -> Damaged:
         return Damaged(
-            f"{size} bytes from {self.peer} arrived damaged: their checksum differs; if it comes again, look at the "
+            f"{size} bytes from {self.peer} arrived damaged: {how}; if it comes again, look at the "
             "memory and the network of that machine and of this one"
         )
 
 
 def _write_head(length: int, check: int, number: int) -> bytes:
-    return _HEAD.pack(length, check, checksum(_HEAD.pack(length, check, number)))
+    return HEAD.pack(length, check, checksum(HEAD.pack(length, check, number)))
 
 
-def _without(views: Sequence[memoryview], done: int) -> list[memoryview]:
+def without(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of ``views`` behind their first ``done`` bytes."""
     left = []
     for view in views:
         if done < len(view):

@@ -3,8 +3,8 @@
 A communicator is built in a background thread while its predecessor serves the training. Its rendezvous (one address a
 member) goes through the coordinator, so no member hosts a store whose death would matter. Every block goes from each
 member straight to each other one, by the thread that waits for it: with workers that keep all processors busy, each hop
-to a thread of a library's and back takes longer than the wire. All that is sent bears a checksum (``channel``), and is
-looked at before anybody uses it.
+to a thread of a library's and back takes longer than the wire. All that is sent bears a checksum (``channel``) or is
+sealed (``sealing``), and is looked at before anybody uses it.
 
 All of them are CPU tensors; those of an accelerator are staged by the caller (``reduction``).
 """
@@ -28,6 +28,7 @@ from virtualflow.transport.channel import Channel, FrameExchange, Lane, checksum
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh, close_all
+from virtualflow.transport.sealing import Introduction, Signer
 from virtualflow.transport.settings import CommunicatorSettings
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Communicator:
     Args:
         lanes: connections to the others, for the thread that trains and for one beside it; none for one that is alone.
         interrupted: asked while something is waited for; a sentence ends that.
+        introduction: of a member that seals what it sends, and has met all others; ``None``: all of it is plaintext.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Communicator:
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
         activity: Activity | None = None,
+        introduction: Introduction | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -81,13 +84,21 @@ class Communicator:
         self._activity = activity or Activity()
         self._interrupted = interrupted
         self._settings = settings
+        self._hashes = introduction is None
+        """Whether what is sent bears a checksum; what is sealed bears a tag."""
+
+        def channel(connection: socket.socket, peer: int, number: int) -> Channel:
+            if introduction is not None:
+                return introduction.open_channel(connection, peer, number)
+            return Channel(connection, plan.members[peer].worker)
+
         self._lanes = [
             Lane(
-                {peer: Channel(connection, plan.members[peer].worker) for peer, connection in sorted(lane.items())},
+                {peer: channel(connection, peer, number) for peer, connection in sorted(lane.items())},
                 partial(_refuse, interrupted),
                 settings,
             )
-            for lane in lanes
+            for number, lane in enumerate(lanes)
         ]
         self._lane = self._lanes[0] if self._lanes else None
         self._beside: Communicator | None = None
@@ -105,14 +116,16 @@ class Communicator:
         superseded: Callable[[], bool],
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
+        signer: Signer | None = None,
     ) -> Communicator:
         lanes: list[dict[int, socket.socket]] = []
+        introduction = None if signer is None else Introduction(signer, plan, rank)
         if len(plan.members) > 1:
             rendezvous = LinkRendezvous(link, plan.generation, superseded)
-            address = plan.members[rank].address
-            lanes = build_mesh(rendezvous, rank, len(plan.members), address, settings.connect_timeout, superseded)
+            address, limit = plan.members[rank].address, settings.connect_timeout
+            lanes = build_mesh(rendezvous, rank, len(plan.members), address, limit, superseded, introduction)
         try:
-            return cls(plan, rank, lanes, interrupted, settings, link.activity)
+            return cls(plan, rank, lanes, interrupted, settings, link.activity, introduction)
         except OSError as error:
             close_all(lanes)
             raise CommunicatorBroken(f"a connection broke at once: {error.strerror or error}") from error
@@ -163,9 +176,9 @@ class Communicator:
                     lane.expect(message.peer, content, exchange)
                     continue
                 known = id(message.stretch)  # what goes to several members is hashed once
-                if known not in checks:
+                if self._hashes and known not in checks:
                     checks[known] = checksum(content)
-                lane.send(message.peer, content, checks[known], exchange)
+                lane.send(message.peer, content, checks.get(known, 0), exchange)
         except BaseException:
             self.cut()  # whatever is raised, perhaps by a signal, leaves frames half way: nothing more is exchanged
             raise

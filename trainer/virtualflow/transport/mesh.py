@@ -1,7 +1,8 @@
 """Connects the members of a generation to each other: each listens until all others have come, then nobody does.
 
 Each publishes where it listens, with a secret that whoever connects must know: it has it from the coordinator, as only
-members have. Strangers that find the port meanwhile are turned away.
+members have. Members that seal their frames publish a signed key instead, and only the pair of them knows the secret.
+Strangers that find the port meanwhile are turned away.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 from virtualflow._process import raise_descriptor_limit
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.messages import member_key as _key
+from virtualflow.transport.sealing import SECRET, Introduction
 
 LANES = 2
 """Connections of each pair: of the thread that trains, and of the one that exchanges beside it."""
-_SECRET = 16
-_GREETING = struct.Struct(f"<{_SECRET}sIB")
+_GREETING = struct.Struct(f"<{SECRET}sIB")
 """The secret, the rank of whoever connects, and which of its connections this is."""
+_SEALED = b"\0"
+"""Between a member's address and what it says of its key; no address has it."""
 _STRANGERS = 64
 """Connections that have not said who they are; from there on the oldest is closed. Members say it as they connect."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -54,11 +57,13 @@ def build_mesh(
     address: str,
     timeout: float,
     superseded: Callable[[], bool] = lambda: False,
+    introduction: Introduction | None = None,
 ) -> list[dict[int, socket.socket]]:
     """Connect to the other members; blocks until all connections stand.
 
     Args:
         address: where this member listens meanwhile, on a port of the system's choice.
+        introduction: of a member that seals its frames; behind this it knows the others.
 
     Returns:
         For each lane, the connections to the peers by their ranks.
@@ -68,16 +73,28 @@ def build_mesh(
     with ExitStack() as undo:
         try:
             listener = undo.enter_context(_listen(address, LANES * size))
-            secret = secrets.token_bytes(_SECRET)
+            secret = secrets.token_bytes(SECRET)
             host, port = listener.getsockname()[:2]
-            rendezvous.publish(_key(rank), secret + f"{host} {port}".encode())
+            where = f"{host} {port}".encode()
+            said = b"" if introduction is None else _SEALED + introduction.say(where)
+            rendezvous.publish(_key(rank), secret + where + said)
             lanes: list[dict[int, socket.socket]] = [{} for _ in range(LANES)]
             undo.callback(close_all, lanes)
-            told = rendezvous.wait([_key(lower) for lower in range(rank)], limit - time.monotonic())
-            for lower, value in enumerate(told):
+            asked = [peer for peer in range(size if introduction else rank) if peer != rank]
+            told = rendezvous.wait([_key(peer) for peer in asked], limit - time.monotonic())
+            met = {peer: _meet(peer, value, introduction) for peer, value in zip(asked, told, strict=True)}
+            for lower in range(rank):
+                known, place = met[lower]
                 for number, lane in enumerate(lanes):
-                    lane[lower] = _connect(value, rank, number, max(_SLICE, limit - time.monotonic()))
-            _accept(listener, secret, lanes, range(rank + 1, size), limit, superseded)
+                    shown = introduction.greeting(lower, number) if introduction else known
+                    greeting = _GREETING.pack(shown, rank, number)
+                    lane[lower] = _connect(place, greeting, max(_SLICE, limit - time.monotonic()))
+            missing = {
+                (peer, number): introduction.greeting(peer, number) if introduction else secret
+                for peer in range(rank + 1, size)
+                for number in range(LANES)
+            }
+            _accept(listener, missing, lanes, limit, superseded)
         except OSError as error:
             raise CommunicatorBroken(f"a member was not reached: {error.strerror or error}") from error
         listener.close()
@@ -99,12 +116,26 @@ def _listen(address: str, backlog: int) -> socket.socket:
     return listener
 
 
-def _connect(told: bytes, rank: int, lane: int, timeout: float) -> socket.socket:
-    host, port = told[_SECRET:].decode().rsplit(" ", 1)
+def _meet(peer: int, told: bytes, introduction: Introduction | None) -> tuple[bytes, bytes]:
+    """A peer's secret and its address, of which nothing is used before its signature holds."""
+    secret, (where, sealed, said) = told[:SECRET], told[SECRET:].partition(_SEALED)
+    if bool(sealed) != (introduction is not None):
+        ways = ("seals what it sends", "sends in plaintext")
+        theirs, own = ways if sealed else reversed(ways)
+        raise CommunicatorBroken(
+            f"member {peer} {theirs} and this one {own}: start all workers of a job with the same security"
+        )
+    if introduction is not None:
+        introduction.meet(peer, where, said)
+    return secret, where
+
+
+def _connect(where: bytes, greeting: bytes, timeout: float) -> socket.socket:
+    host, port = where.decode().rsplit(" ", 1)
     connection = socket.create_connection((host, int(port)), timeout=timeout)
     _ours.add(connection)
     try:
-        connection.sendall(_GREETING.pack(told[:_SECRET], rank, lane))
+        connection.sendall(greeting)
     except OSError:
         connection.close()
         raise
@@ -113,22 +144,20 @@ def _connect(told: bytes, rank: int, lane: int, timeout: float) -> socket.socket
 
 def _accept(
     listener: socket.socket,
-    secret: bytes,
+    missing: dict[tuple[int, int], bytes],
     lanes: list[dict[int, socket.socket]],
-    ranks: range,
     limit: float,
     superseded: Callable[[], bool],
 ) -> None:
-    """Let in the members of these ranks, and nobody else."""
-    missing = {(rank, lane) for rank in ranks for lane in range(len(lanes))}
+    """Let in whoever knows the secret of a rank and a lane that are missing, once each, and nobody else."""
     unknown: deque[socket.socket] = deque()
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
 
         def greet(connection: socket.socket) -> bool:
-            who = _greeting_of(connection, secret)
+            who = _greeting_of(connection, missing)
             if who in missing:
-                missing.discard(who)
+                del missing[who]
                 lanes[who[1]][who[0]] = connection
             elif who is not None:
                 connection.close()
@@ -172,7 +201,7 @@ def _accept(
                 connection.close()
 
 
-def _greeting_of(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
+def _greeting_of(connection: socket.socket, missing: Mapping[tuple[int, int], bytes]) -> tuple[int, int] | None:
     """The rank and lane of whoever connects, ``(-1, -1)`` for a stranger; ``None``: it has said nothing yet.
 
     So few bytes come at once, or are a stranger's.
@@ -186,7 +215,7 @@ def _greeting_of(connection: socket.socket, secret: bytes) -> tuple[int, int] | 
     if len(greeting) < _GREETING.size:
         return -1, -1
     told, rank, lane = _GREETING.unpack(greeting)
-    return (rank, lane) if secrets.compare_digest(told, secret) else (-1, -1)
+    return (rank, lane) if secrets.compare_digest(told, missing.get((rank, lane), b"")) else (-1, -1)
 
 
 def close_all(lanes: list[dict[int, socket.socket]]) -> None:

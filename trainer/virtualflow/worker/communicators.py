@@ -11,7 +11,7 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.state import Reserve, elder, make_room, tell_room
 from virtualflow.state.transfer import RESERVE_WAIT
-from virtualflow.transport import Communicator, Link
+from virtualflow.transport import Communicator, Link, Signer
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.settings import WorkerSettings
 
@@ -22,6 +22,7 @@ class Communicators:
     Args:
         interruption: why a collective of a plan is not to be waited for any longer, if so.
         offered: the plan that this worker has offered to enter, whose communicator stays although newer ones stand.
+        signer: of a worker that seals what it sends to others.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Communicators:
         settings: WorkerSettings,
         interruption: Callable[[m.Plan], str | None],
         offered: Callable[[], m.Plan | None],
+        signer: Signer | None = None,
     ) -> None:
         self.reserve = Reserve()
         """Memory for the state that will come, where this worker has none."""
@@ -41,6 +43,7 @@ class Communicators:
         self._settings = settings
         self._interruption = interruption
         self._offered = offered
+        self._signer = signer
         self._prepared: dict[m.Generation, Communicator] = {}
         self.retired: list[Communicator] = []
         self._closers: list[threading.Thread] = []
@@ -122,7 +125,7 @@ class Communicators:
             make_room(link, plan, self.reserve, superseded, RESERVE_WAIT)
         try:
             communicator = Communicator.open(
-                plan, rank, link, superseded, partial(self._interruption, plan), settings.communicator
+                plan, rank, link, superseded, partial(self._interruption, plan), settings.communicator, self._signer
             )
         except CommunicatorBroken as error:
             if not superseded():

@@ -22,7 +22,7 @@ from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_RUNS, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
 from virtualflow.protocol.versions import this_party
 from virtualflow.state import Kind
-from virtualflow.transport import Communicator, Link
+from virtualflow.transport import Communicator, Link, Signer
 from virtualflow.worker.communicators import Communicators
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.settings import WorkerSettings
@@ -55,6 +55,7 @@ class Session:
         state: MemberState,
         settings: WorkerSettings,
         incarnation: str | None = None,
+        signer: Signer | None = None,
     ) -> None:
         assert environment.coordinator is not None
         self.state = state
@@ -74,7 +75,7 @@ class Session:
         self._noticed = threading.Event()
         """The training thread knows that this process is not to go on."""
         self.communicators = Communicators(
-            self.link, state, self.incarnation, settings, self.interruption, lambda: self._offered
+            self.link, state, self.incarnation, settings, self.interruption, lambda: self._offered, signer
         )
         self.reserve = self.communicators.reserve
 
