@@ -25,6 +25,7 @@ from benchmarks import (
     packing,
     packing_simulated,
     plots,
+    sealing,
     soak,
     steps,
     texts,
@@ -185,6 +186,19 @@ FIGURES: dict[str, Figure] = {
             "of CPU time": lambda row: f"{row['cpu_ratio']:.3f} ({span(row['cpu_range'], '.3f')})",
             "a checked step": lambda row: f"{row['checked_step']:.2f}",
             "with spot checks": lambda row: f"{row['verified_ratio']:.4f}",
+        },
+    ),
+    "sealing": Figure(
+        "Cost of sealing",
+        sealing.measure,
+        texts.SEALING,
+        {
+            "what": model,
+            "workers": plain_text("workers"),
+            "plaintext, ms": milliseconds("plain_ms"),
+            "sealed, ms": milliseconds("sealed_ms"),
+            "ratio": lambda row: f"**{row['ratio']:.3f}**",
+            "of CPU time": lambda row: f"{row['cpu_ratio']:.3f}",
         },
     ),
     "host_update": Figure(

@@ -31,13 +31,13 @@ Times = Mapping[int, tuple[float, float]]
 """Of each step, by its number: seconds of the clock, and of the CPU in the leader's process."""
 
 
-def times_of(task: str, steps: int, *options: str, verify: float | None = None) -> Times:
+def times_of(task: str, steps: int, *options: str, verify: float | None = None, workers: int = 2) -> Times:
     """Run a job; what its steps took."""
     checks = () if verify is None else ("--verify", str(verify))
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "seconds.json"
         script = ("benchmarks/unguarded.py", task, steps, out.as_posix(), *options)
-        run_job("--workers", 2, "--virtual-nodes", VIRTUAL_NODES, *checks, *script)
+        run_job("--workers", workers, "--virtual-nodes", VIRTUAL_NODES, *checks, *script)
         found: dict[str, tuple[float, float]] = json.loads(out.read_text())
     return {int(number): taken for number, taken in found.items() if int(number) >= WARM_UP}
 

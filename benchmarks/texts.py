@@ -29,6 +29,10 @@ A `bitwise` step of two workers with all checksums and state hashes, over the jo
 without; range over its starts. *CPU time* is the leader's. In *a checked step* a second worker computes one of the
 eight virtual nodes; *with spot checks* is `--verify 0.01` over all steps."""
 
+SEALING = """\
+Messages of two processes on the loopback, and steps, in plaintext under a checksum and sealed by AES-256-GCM, by turns.
+*CPU time* is that of one process."""
+
 HOST_UPDATE = """\
 Milliseconds of a `bitwise` step with the optimizer on the device and on the host. A CPU plays the device, with copies
 at 12 GB/s each way, which it makes itself: the ratio is an upper bound for their cost. It leaves out that a device

@@ -3,7 +3,7 @@
 All workers of the job take the same steps without: the checksum of all that is sent is 0 then, and no state is looked
 at. From one sweep of the state to the next, the steps with and without change places, so that of every part of the
 state both are measured. ``--verify`` of the job adds spot checks, which are told apart by the steps that they are due
-in.
+in. With ``--seal`` the steps seal what they send and do not by turns, and all of them hash their states.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -19,8 +20,11 @@ import torch
 import virtualflow as vf
 from benchmarks.tasks import TASKS, VIRTUAL_NODES, loss_of
 from virtualflow.step.state_watch import StateWatch, StateWatchSettings
-from virtualflow.transport import channel, communicator
-from virtualflow.transport.channel import checksum
+from virtualflow.transport import channel, communicator, sealing
+from virtualflow.transport.channel import Arrival, Channel, FrameExchange, checksum
+from virtualflow.transport.communicator import Communicator
+from virtualflow.transport.sealing import SealedChannel
+from virtualflow.worker.session import Session
 
 SWEEP = StateWatchSettings().sweep
 
@@ -55,6 +59,48 @@ def _no_checksum(_: memoryview | bytes) -> int:
     return 0
 
 
+class Seals:
+    """Whether this process seals what it sends at present; see :class:`Guards` for when that may change."""
+
+    def __init__(self) -> None:
+        # Who the workers are is known here, and shown before the first step.
+        Session.__init__ = partialmethod(Session.__init__, signer=Known())  # type: ignore[method-assign, assignment]
+        sealing.SealedChannel = Either  # type: ignore[misc]
+        Communicator._hashes = property(lambda _: not Either.sealed, lambda *_: None)  # type: ignore[assignment]
+
+    def turn(self, on: bool) -> None:
+        """Seal from now on, or do not."""
+        Either.sealed = on
+
+
+class Known:
+    """Signs nothing."""
+
+    def sign(self, content: bytes) -> bytes:
+        return b""
+
+    def verify(self, worker: str, content: bytes, signature: bytes) -> None:
+        pass
+
+
+class Either(SealedChannel):
+    """A channel that seals and does not by turns."""
+
+    sealed = True
+
+    def send(self, content: memoryview, check: int, exchange: FrameExchange) -> None:
+        if self.sealed:
+            self._sent += 1
+            return super().send(content, check, exchange)
+        return Channel.send(self, content, check, exchange)
+
+    def _room_for(self, arrival: Arrival) -> list[memoryview]:
+        return super()._room_for(arrival) if self.sealed else Channel._room_for(self, arrival)
+
+    def _take(self, arrival: Arrival, received: int) -> bool:
+        return super()._take(arrival, received) if self.sealed else Channel._take(self, arrival, received)
+
+
 def guarded(step: int) -> bool:
     """Whether the step of that number is one with hashes."""
     return (step + step // SWEEP) % 2 == 0
@@ -66,9 +112,10 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("out", type=Path, help="where the leader writes each step's seconds, of the clock and CPU")
     parser.add_argument("--always", action="store_true", help="hash in every step")
+    parser.add_argument("--seal", action="store_true", help="seal, in place of hashing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    guards = Guards()
+    guards = Seals() if args.seal else Guards()
     task = TASKS[args.task]
     model, optimizer, data = task.make()
     seconds: dict[int, tuple[float, float]] = {}

@@ -1,0 +1,97 @@
+"""What sealing costs: messages and steps whose frames are sealed beside those that are sent under a checksum.
+
+Messages are exchanged by two processes on the loopback, each of which takes one message of either kind by turns. Steps
+are measured within one job, as those with hashes are (``benchmarks/integrity.py``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from typing import Any
+
+from benchmarks.integrity import ratios, times_of
+from benchmarks.tasks import TASKS, VIRTUAL_NODES
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 25_000_000)
+"""Bytes that go each way."""
+BYTES = 1 << 30
+"""That are exchanged of each size, in at most so many messages:"""
+MESSAGES = 4_000
+STEPS = {"digits": 1_600, "charlm": 640, "mlp": 256}
+WORKERS = (2, 3)
+
+
+def exchange(connections: dict[bool, socket.socket], size: int, messages: int) -> dict[bool, tuple[float, float]]:
+    """Exchange messages over a plain and a sealed connection by turns; seconds of the clock and the CPU of one."""
+    from virtualflow.transport.channel import Channel, FrameExchange, Lane, checksum
+    from virtualflow.transport.sealing import SealedChannel
+    from virtualflow.transport.settings import CommunicatorSettings
+
+    key, own, found = bytes(32), memoryview(os.urandom(size)), memoryview(bytearray(size))
+    lanes = {
+        sealed: Lane(
+            {0: SealedChannel(one, "the other", key, key) if sealed else Channel(one, "the other")},
+            lambda: None,
+            CommunicatorSettings(),
+        )
+        for sealed, one in connections.items()
+    }
+    times: dict[bool, list[tuple[float, float]]] = {sealed: [] for sealed in lanes}
+    for number in range(2 * messages):
+        sealed = bool(number % 2)
+        clock, cpu, under_way = time.perf_counter(), time.process_time(), FrameExchange()
+        lanes[sealed].expect(0, found, under_way)
+        lanes[sealed].send(0, own, 0 if sealed else checksum(own), under_way)
+        lanes[sealed].wait(lambda under_way=under_way: not under_way.left, 60.0)  # type: ignore[misc]
+        times[sealed].append((time.perf_counter() - clock, time.process_time() - cpu))
+    for lane in lanes.values():
+        lane.close()
+    return {sealed: tuple(map(statistics.median, zip(*taken, strict=True))) for sealed, taken in times.items()}  # type: ignore[misc]
+
+
+def _other_end(address: tuple[str, int], size: int, messages: int) -> None:
+    exchange({sealed: socket.create_connection(address) for sealed in (False, True)}, size, messages)
+
+
+def measure_messages(size: int, quick: bool) -> dict[str, Any]:
+    """One size; a row of the figure."""
+    messages = min(MESSAGES, BYTES // size) // (4 if quick else 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        arguments = (listener.getsockname(), size, messages)
+        other = multiprocessing.get_context("spawn").Process(target=_other_end, args=arguments)
+        other.start()
+        found = exchange({sealed: listener.accept()[0] for sealed in (False, True)}, size, messages)
+        other.join()
+    (plain, plain_cpu), (sealed, sealed_cpu) = found[False], found[True]
+    title = f"{size / 1e6:.3g} MB each way" if size > 1 << 20 else f"{size >> 10} KiB each way"
+    return _row(title, 2, (1e3 * plain, 1e3 * sealed), sealed / plain, sealed_cpu / plain_cpu)
+
+
+def measure_steps(task: str, workers: int, steps: int) -> dict[str, Any]:
+    """One task; a row of the figure."""
+    from benchmarks.unguarded import guarded
+
+    times = times_of(task, steps, "--seal", workers=workers)
+    marked = [step for step in times if guarded(step)]
+    clock, cpu = ratios(times, marked)
+    others = times.keys() - set(marked)
+    medians = [1e3 * statistics.median(times[step][0] for step in chosen) for chosen in (others, marked)]
+    return _row(TASKS[task].title, workers, (medians[0], medians[1]), clock, cpu)
+
+
+def _row(what: str, workers: int, ms: tuple[float, float], clock: float, cpu: float) -> dict[str, Any]:
+    print(f"  {what:32} {workers}: {ms[0]:.3f} ms, sealed {ms[1]:.3f}, x {clock:.3f}, CPU x {cpu:.3f}", flush=True)
+    names = ("model", "workers", "plain_ms", "sealed_ms", "ratio", "cpu_ratio")
+    return dict(zip(names, (what, workers, *ms, clock, cpu), strict=True))
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """All sizes and tasks."""
+    rows = [measure_messages(size, quick) for size in SIZES]
+    for task, steps in STEPS.items():
+        rows += [measure_steps(task, workers, steps // 4 if quick else steps) for workers in WORKERS]
+    return {"settings": {"virtual_nodes": VIRTUAL_NODES}, "rows": rows}
