@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +248,12 @@ SAID = b"what is in the state of this job "
 def seal_all(recorded: Path | None, sealed: bool) -> None:
     """Let this process seal what it sends; whatever passes its connections is kept in ``recorded``."""
     if sealed:
-        signer = NamedSigner(os.environ[ENV_WORKER])
-        Session.__init__ = partialmethod(Session.__init__, signer=signer)  # type: ignore[method-assign, assignment]
+        signer, begin = NamedSigner(os.environ[ENV_WORKER]), Session.__init__
+
+        def begin_sealed(self: Session, *given: Any, **named: Any) -> None:
+            begin(self, *given, **{**named, "signer": signer})
+
+        Session.__init__ = begin_sealed  # type: ignore[method-assign, assignment]
     if recorded is not None:
         mesh._connect = partial(connect_by_tap, mesh._connect, recorded)  # type: ignore[attr-defined]
 

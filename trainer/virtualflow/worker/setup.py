@@ -120,7 +120,9 @@ def open_session(request: Request, resources: ExitStack, incarnation: str) -> An
     elif environment.coordinator is None or environment.profile_out is not None:
         session = StandaloneSession(state, settings)
     else:
-        session = Session(environment, state, settings, incarnation)
+        credential = environment.credential
+        signer = None if isinstance(credential, str) else credential
+        session = Session(environment, state, settings, incarnation, signer=signer)
         session.link.usage = UsageMeter(request.device, state, request.options.batch_size).read
     resources.callback(session.close)
     return session
