@@ -25,14 +25,15 @@ from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
 from virtualflow_operator.controllers.manager import Manager, read_key
-from virtualflow_operator.k8s import OURS, KubeApi, WatchPace, bounded_response
+from virtualflow_operator.k8s import OURS, KubeApi, WatchPace, bounded_response, leave_at_once
 from virtualflow_operator.observability import configure as configure_logs
 from virtualflow_operator.settings import ApiSettings, OperatorSettings
 
 _STOPPING = 30.0
 """Seconds in which kopf cancels a start that has failed: until then nothing is watched."""
-
-
+_ENDING = 10.0
+"""Seconds in which kopf ends once all of ours has: where a watch has failed, as when the definitions are deleted under
+it, kopf may wait for ever, with the lease given back and nobody to restart it."""
 _SILENCE = 75.0
 """A watch of which nothing has come for so long is dead: once a minute the API server sends a bookmark."""
 
@@ -134,6 +135,7 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
     manager: Manager | None = memo.get("manager")
     if manager is not None:
         await manager.stop()
+    asyncio.get_running_loop().call_later(_ENDING, leave_at_once, "kopf does not end")
 
 
 @kopf.on.event(GROUP, VERSION, PLURAL)

@@ -21,7 +21,7 @@ from stage import NAMESPACE, TOKEN, WRITES, Stage, play
 from operator_metrics import scrape
 from ports import free_port
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.k8s.client import LEASES, PODS
+from virtualflow_operator.k8s.client import JOBS, LEASES, PODS
 
 
 @dataclass
@@ -338,5 +338,19 @@ def test_it_starts_as_users_start_it_and_ends_when_asked_to(tmp_path: Path, comm
             print((tmp_path / "output").read_text()[-4_000:])
         assert holder(stage) == ""
         assert "Traceback" not in (tmp_path / "output").read_text()
+
+    play(tmp_path, story)
+
+
+def test_one_whose_definitions_are_deleted_ends_to_be_started_again(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        process = stage.start()
+        await stage.watching()
+        served = stage.server.store.kinds
+        for jobs_or_queues in [kind for kind in served if kind[0] == JOBS.group]:
+            del served[jobs_or_queues]
+        stage.server.drop_watches()
+        assert await process.ended() == 1
+        stage.operators.remove(process)  # kopf tells with a traceback what it was answered
 
     play(tmp_path, story)
