@@ -3,7 +3,8 @@
 All workers of the job take the same steps without: the checksum of all that is sent is 0 then, and no state is looked
 at. From one sweep of the state to the next, the steps with and without change places, so that of every part of the
 state both are measured. ``--verify`` of the job adds spot checks, which are told apart by the steps that they are due
-in. With ``--seal`` the steps seal what they send and do not by turns, and all of them hash their states.
+in. All of that is of a job in plaintext. With ``--seal``, which is of one with identities, the steps seal what they
+send and do not by turns, and all of them hash their states.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import json
 import os
 import time
-from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from virtualflow.transport import channel, communicator, sealing
 from virtualflow.transport.channel import Arrival, Channel, FrameExchange, checksum
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.sealing import SealedChannel
-from virtualflow.worker.session import Session
 
 SWEEP = StateWatchSettings().sweep
 
@@ -63,24 +62,12 @@ class Seals:
     """Whether this process seals what it sends at present; see :class:`Guards` for when that may change."""
 
     def __init__(self) -> None:
-        # Who the workers are is known here, and shown before the first step.
-        Session.__init__ = partialmethod(Session.__init__, signer=Known())  # type: ignore[method-assign, assignment]
         sealing.SealedChannel = Either  # type: ignore[misc]
         Communicator._hashes = property(lambda _: not Either.sealed, lambda *_: None)  # type: ignore[assignment]
 
     def turn(self, on: bool) -> None:
         """Seal from now on, or do not."""
         Either.sealed = on
-
-
-class Known:
-    """Signs nothing."""
-
-    def sign(self, content: bytes) -> bytes:
-        return b""
-
-    def verify(self, worker: str, content: bytes, signature: bytes) -> None:
-        pass
 
 
 class Either(SealedChannel):
