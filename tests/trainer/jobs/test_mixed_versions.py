@@ -98,7 +98,7 @@ def test_a_worker_of_a_version_too_far_away_is_told_both_versions(
     job = start_job(train, "far", workers=1, coordinator=coordinator)
     assert coordinator.status().version == versions.__version__
     outcomes = job.finish()
-    far, ours = versions.PROTOCOL + other_version.FAR, versions.this_party("the coordinator")
+    far, ours = versions.PROTOCOL + other_version.FAR, versions.this_speaker("the coordinator")
     said = f"worker-0 speaks protocol {far} (virtualflow {other_version.NEWER}) and {ours.name} {ours}"
     assert outcomes["worker-0"].kind == "Evicted"
     assert outcomes["worker-0"].text.startswith(said)

@@ -21,7 +21,7 @@ from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, Pro
 from virtualflow.protocol.job_record import JobRecord
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
-from virtualflow.protocol.versions import Party, explain_mismatch, negotiate
+from virtualflow.protocol.versions import Speaker, explain_mismatch, negotiate
 
 WIRE = Path(__file__).parent / "wire"
 KINDS = {
@@ -101,13 +101,13 @@ def test_a_termination_message_of_a_newer_version_is_read() -> None:
 def test_the_newest_protocol_that_both_speak_is_agreed_on(
     one: tuple[int, int], other: tuple[int, int], agreed: int | None
 ) -> None:
-    parties = Party("a", *one), Party("b", *other)
+    parties = Speaker("a", *one), Speaker("b", *other)
     assert negotiate(*parties) == negotiate(*reversed(parties)) == agreed
     assert (explain_mismatch(*parties) is None) is (agreed is not None)
 
 
 def test_who_does_not_fit_is_told_both_versions_and_what_to_do() -> None:
-    worker, coordinator = Party("worker-3", 2, 2, "0.0.9"), Party("the coordinator", 3, 4, "0.2.0")
+    worker, coordinator = Speaker("worker-3", 2, 2, "0.0.9"), Speaker("the coordinator", 3, 4, "0.2.0")
     assert explain_mismatch(worker, coordinator) == (
         "worker-3 speaks protocol 2 (virtualflow 0.0.9) and the coordinator protocols 3 to 4 (virtualflow 0.2.0), "
         "which have none in common; give worker-3 a newer virtualflow, or the coordinator an older one"
@@ -116,7 +116,7 @@ def test_who_does_not_fit_is_told_both_versions_and_what_to_do() -> None:
 
 # --- a worker and a coordinator, over a socket ------------------------------------------------------------------------
 
-THIS = str(versions.this_party("this"))
+THIS = str(versions.this_speaker("this"))
 FAR = versions.PROTOCOL + 4
 
 

@@ -14,23 +14,23 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_REASON, MAX_RUNS, MAX_TEXT
 from virtualflow.protocol.versions import (
     HelloHeader,
-    Party,
+    Speaker,
     explain_mismatch,
     negotiate,
-    party,
     read_hello_header,
-    this_party,
+    speaker,
+    this_speaker,
 )
 from virtualflow.protocol.wording import counted
 
 
 def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     """Admit a connection; a sentence instead when that process must not take part."""
-    us = this_party("the coordinator")
-    protocol = negotiate(_party(hello), us)
+    us = this_speaker("the coordinator")
+    protocol = negotiate(_speaker(hello), us)
     if protocol is not None and _fault_in_own_plan(hello) is None:
         follow_run(state, hello, now)
-    refusal = _refuse(state, hello) if protocol is not None else explain_mismatch(_party(hello), us)
+    refusal = _refuse(state, hello) if protocol is not None else explain_mismatch(_speaker(hello), us)
     if refusal is not None:
         if hello.plan is not None and hello.incarnation not in state.roster.workers:
             # An earlier coordinator may have declared it lost: it was in a generation, and has no part in this job.
@@ -92,12 +92,12 @@ def refuse_unread(state: JobState, data: bytes | str, certified: str | None = No
     hello = read_hello_header(data)
     if hello is not None and certified not in (None, hello.worker):
         return refuse_borrowed_name(state, hello.worker, certified)
-    mismatch = explain_mismatch(_party(hello), this_party("the coordinator")) if hello is not None else None
+    mismatch = explain_mismatch(_speaker(hello), this_speaker("the coordinator")) if hello is not None else None
     return _tell_refusal(state, hello.worker, mismatch) if hello is not None and mismatch is not None else None
 
 
-def _party(hello: m.Hello | HelloHeader) -> Party:
-    return party(hello.worker, hello.protocol, hello.oldest_protocol, hello.version)
+def _speaker(hello: m.Hello | HelloHeader) -> Speaker:
+    return speaker(hello.worker, hello.protocol, hello.oldest_protocol, hello.version)
 
 
 def _tell_refusal(state: JobState, worker: str, reason: str) -> str:

@@ -7,7 +7,7 @@ from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_RUNS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import MAX_LISTED
-from virtualflow.protocol.versions import this_party
+from virtualflow.protocol.versions import this_speaker
 from virtualflow.protocol.wording import describe_end
 
 
@@ -28,7 +28,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         metrics = {name: value for name, value in metrics.items() if name in ("loss", found)}
     contacts = [] if brief else [job.roster.contacts[i] for i, worker in job.roster.workers.items() if worker.present]
     slow = {} if brief else slow_workers(cluster)
-    us = this_party("the coordinator")
+    us = this_speaker("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
         phase=phase,

@@ -27,7 +27,7 @@ from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
 from virtualflow.protocol.identity import TLS_ONLY, Credential, context_of, explain_refusal, headers_of
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
-from virtualflow.protocol.versions import StatusHeader, explain_mismatch, party, read_status_header, this_party
+from virtualflow.protocol.versions import StatusHeader, explain_mismatch, read_status_header, speaker, this_speaker
 
 _status = msgspec.json.Decoder(Status)
 _answer = msgspec.json.Decoder(Answer)
@@ -254,8 +254,8 @@ class CoordinatorClient:
         if status is None or status.protocol is None:
             return None
         name = f"the coordinator at {self._url}"
-        coordinator = party(name, status.protocol, status.oldest_protocol, status.version)
-        return explain_mismatch(coordinator, this_party("this client"))
+        coordinator = speaker(name, status.protocol, status.oldest_protocol, status.version)
+        return explain_mismatch(coordinator, this_speaker("this client"))
 
     def _misbehaves(self, code: int, what: str) -> CoordinatorMisbehaves:
         return CoordinatorMisbehaves(code, self._misbehavior(what))

@@ -36,7 +36,7 @@ counts that was there when its micro-batch ended, caches of weights end with a v
 
 
 @dataclass(frozen=True)
-class Party:
+class Speaker:
     """Somebody who speaks a range of protocols, its newest included."""
 
     name: str
@@ -74,13 +74,13 @@ _hello_header = msgspec.json.Decoder(HelloHeader)
 _status_header = msgspec.json.Decoder(StatusHeader)
 
 
-def this_party(name: str) -> Party:
-    return Party(name, OLDEST_PROTOCOL, PROTOCOL, __version__)
+def this_speaker(name: str) -> Speaker:
+    return Speaker(name, OLDEST_PROTOCOL, PROTOCOL, __version__)
 
 
-def party(name: str, newest: int, oldest: int | None, version: str) -> Party:
+def speaker(name: str, newest: int, oldest: int | None, version: str) -> Speaker:
     """Somebody who has said so; one that tells no oldest protocol speaks but one."""
-    return Party(name, newest if oldest is None else oldest, newest, version)
+    return Speaker(name, newest if oldest is None else oldest, newest, version)
 
 
 def read_hello_header(data: bytes | str) -> HelloHeader | None:
@@ -99,13 +99,13 @@ def read_status_header(data: bytes | str) -> StatusHeader | None:
         return None
 
 
-def negotiate(one: Party, other: Party) -> int | None:
+def negotiate(one: Speaker, other: Speaker) -> int | None:
     """The newest protocol that both speak; ``None``: there is none."""
     newest = min(one.newest, other.newest)
     return newest if newest >= max(one.oldest, other.oldest) else None
 
 
-def explain_mismatch(one: Party, other: Party) -> str | None:
+def explain_mismatch(one: Speaker, other: Speaker) -> str | None:
     if negotiate(one, other) is not None:
         return None
     older, newer = sorted((one, other), key=lambda party: party.newest)

@@ -20,7 +20,7 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_RUNS, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
-from virtualflow.protocol.versions import this_party
+from virtualflow.protocol.versions import this_speaker
 from virtualflow.state import Kind
 from virtualflow.transport import Communicator, Link, Signer
 from virtualflow.worker.communicators import Communicators
@@ -404,7 +404,7 @@ class Session:
         self.link.wait(lambda: self.link.released or self.link.ended or self.link.refused, self._settings.goodbye)
 
     def _hello(self) -> m.Hello:
-        state, us, newest = self.state, this_party(self.worker), self.link.plan
+        state, us, newest = self.state, this_speaker(self.worker), self.link.plan
         deadline = self.link.drain_until if self.link.drain is not None else self.state.drain_until
         return m.Hello(
             protocol=us.newest,
