@@ -126,12 +126,15 @@ class Identity:
         Raises:
             NotTrusted: it is nobody's of this job, or not now.
         """
+        return self._believe(certificate)[0]
+
+    def _believe(self, der: bytes) -> tuple[Party, x509.Certificate]:
         try:
-            read = x509.load_der_x509_certificate(certificate)
+            certificate = x509.load_der_x509_certificate(der)
         except ValueError as error:
             raise NotTrusted(f"that is no certificate: {error}") from None
         held = self.newest()
-        return read_party(read, held.authorities, held.party.job, self._clock())
+        return read_party(certificate, held.authorities, held.party.job, self._clock()), certificate
 
     def sign(self, content: bytes) -> bytes:
         """A signature that says who has made it: with the certificate in front."""
@@ -146,8 +149,8 @@ class Identity:
             NotTrusted: nobody of this job has.
         """
         end = _LENGTH + int.from_bytes(signature[:_LENGTH])
-        party = self.believe(signature[_LENGTH:end])
-        key = x509.load_der_x509_certificate(signature[_LENGTH:end]).public_key()
+        party, certificate = self._believe(signature[_LENGTH:end])
+        key = certificate.public_key()
         try:
             if not isinstance(key, ec.EllipticCurvePublicKey):
                 raise InvalidSignature
