@@ -44,6 +44,8 @@ _SUFFIXES = {
 }  # fmt: skip
 
 _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?)([numkMGTPE]?|[KMGTPE]i)")
+_LONGEST = 64
+"""Characters of a quantity: Kubernetes' own go to 2^63, and from 4,300 digits on Python makes no text of a number."""
 
 Requests = tuple[Mapping[str, str], ...]
 """Quantities by resource, whose sum is what a pod takes."""
@@ -56,7 +58,7 @@ def parse_quantity(text: str | float) -> Decimal | None:
 
 @lru_cache(4_096)  # thousands of pods request the same few amounts
 def _parse(text: str) -> Decimal | None:
-    found = _QUANTITY.fullmatch(text.strip())
+    found = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     return None if found is None else Decimal(found[1]) * _SUFFIXES[found[2]]
 
 
@@ -221,7 +223,7 @@ def find_problems(spec: JobSpec) -> list[str]:
 def _memory_problems(memory: WorkerMemory, place: str) -> Iterator[str]:
     for key, size in (("device", memory.device), ("host", memory.host)):
         if size is not None and (parse_quantity(size) or 0) < 1:
-            yield f"{place}.{key} is {size!r}, which is no size of memory; write one like 24Gi."
+            yield f"{place}.{key} is {size[:_LONGEST]!r}, which is no size of memory; write one like 24Gi."
 
 
 def _worker_problems(template: Object, place: str) -> Iterator[str]:

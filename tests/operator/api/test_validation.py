@@ -74,6 +74,10 @@ BEYOND: dict[str, tuple[Any, str]] = {
         {"workerGroups": [group(memory={"device": "much"})]},
         "workerGroups[0].memory.device is 'much', which is no size of memory",
     ),
+    "memory that no text can be made of": (
+        {"workerGroups": [group(memory={"device": "9" * 5_000})]},
+        "workerGroups[0].memory.device is '9999",
+    ),
     "memory of nothing": (
         {"workerGroups": [group(), group("b", memory={"device": "1Gi", "host": "0Gi"})]},
         "workerGroups[1].memory.host is '0Gi', which is no size of memory",

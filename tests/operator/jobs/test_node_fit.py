@@ -36,7 +36,24 @@ def test_a_quantity_is_read_as_kubernetes_reads_it(text: str | float, number: in
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "1x", "1KiB", "1 Gi", "Gi", "m", "e", "1e", "--1", "NaN", "sNaN", "Infinity", "1e999999999", "1_0"],
+    [
+        "",
+        "x",
+        "1x",
+        "1KiB",
+        "1 Gi",
+        "Gi",
+        "m",
+        "e",
+        "1e",
+        "--1",
+        "NaN",
+        "sNaN",
+        "Infinity",
+        "1e999999999",
+        "1_0",
+        "9" * 65,
+    ],
 )
 def test_what_is_no_quantity_is_none(text: str) -> None:
     assert parse_quantity(text) is None
