@@ -7,92 +7,23 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
-from coordinator_server import SETTINGS, Server, hello, told, until, with_server
-from identities import HOUR, Identities, identities
+from coordinator_server import hello, told, until
+from identities import HOUR, PAGE, QUICK, Guarded, Identities, identities, with_guarded
 
-from virtualflow.coordinator.server import CoordinatorServer
-from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.certificates import Role
 from virtualflow.protocol.http_api import COPY_HEADER, COPY_PATH, CopyHeader, GoneCall, ScaleCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
-from virtualflow.protocol.identity import Credential, Identity
+from virtualflow.protocol.identity import Identity
 from virtualflow.protocol.job_record import AGE, PATH
 from virtualflow.protocol.live_view import VIEW_PATH, view_token
-from virtualflow.protocol.settings import SignalSettings
-from virtualflow.transport import CopyClient, Link
-from virtualflow.transport.settings import CopySettings, LinkSettings
-
-PAGE = "what the page's token is derived from"
-QUICK = SignalSettings(request_timeout=10.0, patience=0.0)
-
-
-@dataclass
-class Guarded:
-    """A coordinator with an identity, and the others of its job."""
-
-    job: Identities
-    coordinator: CoordinatorServer
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"https://127.0.0.1:{self.port}"
-
-    @contextlib.asynccontextmanager
-    async def as_(self, identity: Identity) -> AsyncIterator[aiohttp.ClientSession]:
-        connector = aiohttp.TCPConnector(ssl=identity.client_context(), force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            yield session
-
-    @contextlib.asynccontextmanager
-    async def worker(self, name: str, said: m.Hello) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        async with (
-            self.as_(self.job.hold("worker", name)) as session,
-            session.ws_connect(f"{self.url}/v1/worker") as stream,
-        ):
-            await stream.send_bytes(m.encode(said))
-            yield stream
-
-    async def serves(self) -> None:
-        """It still does what it is there for."""
-        async with CoordinatorClient(self.url, self.job.hold("control", "control"), QUICK) as client:
-            await client.status()
-
-
-@contextlib.asynccontextmanager
-async def guarded(folder: Path) -> AsyncIterator[Guarded]:
-    job = identities(folder)
-    coordinator = CoordinatorServer(PAGE, 2, SETTINGS, identity=job.hold("coordinator", "coordinator"))
-    runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    assert runner.server is not None
-    listening = await coordinator.door.open(runner.server, "127.0.0.1", 0)
-    try:
-        yield Guarded(job, coordinator, listening.sockets[0].getsockname()[1])
-    finally:
-        listening.close()
-        await coordinator.close()
-        await runner.cleanup()
-
-
-def with_guarded(folder: Path, story: Callable[[Guarded], Awaitable[None]]) -> None:
-    async def play() -> None:
-        async with asyncio.timeout(60.0), guarded(folder) as server:
-            await story(server)
-            await server.serves()
-
-    asyncio.run(play())
-
 
 # --- roles ------------------------------------------------------------------------------------------------------------
 
@@ -236,14 +167,6 @@ def test_a_record_that_no_coordinator_has_signed_is_not_taken_up(tmp_path: Path)
     with_guarded(tmp_path, story)
 
 
-def test_a_copy_of_the_state_travels_over_mutual_tls(tmp_path: Path) -> None:
-    async def story(server: Guarded) -> None:
-        client = CopyClient(server.url, server.job.hold("worker", "worker-0"), CopySettings())
-        assert await asyncio.to_thread(client.head) is None
-
-    with_guarded(tmp_path, story)
-
-
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 
@@ -366,65 +289,6 @@ def test_a_client_in_plaintext_is_told_what_to_do(tmp_path: Path) -> None:
     with_guarded(tmp_path, story)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "credential", "said"),
-    [
-        pytest.param(
-            "http",
-            lambda job, folder: PAGE,
-            "speaks mutual TLS: give its address with https:// and an VIRTUALFLOW_IDENTITY",
-            id="in plaintext",
-        ),
-        pytest.param(
-            "https",
-            lambda job, folder: identities(folder, "job-b").hold("worker", "worker-0"),
-            "is not the coordinator of this job .*; give its address, or an VIRTUALFLOW_IDENTITY of its job",
-            id="of job B",
-        ),
-        pytest.param(
-            "https",
-            lambda job, folder: job.hold("control", "control"),
-            "takes no worker by this certificate",
-            id="of another role",
-        ),
-    ],
-)
-def test_a_worker_that_does_not_belong_here_is_told_so_at_once(
-    tmp_path: Path, scheme: str, credential: Callable[[Identities, Path], Credential], said: str
-) -> None:
-    async def story(server: Guarded) -> None:
-        url = server.url.replace("https", scheme)
-        await refused(Link(url, credential(server.job, tmp_path / "b"), lambda: WORKER, ignore, LinkSettings()), said)
-
-    with_guarded(tmp_path, story)
-
-
-def test_a_worker_with_a_certificate_is_told_that_a_coordinator_is_in_plaintext(tmp_path: Path) -> None:
-    worker = identities(tmp_path).hold("worker", "worker-0")
-
-    async def story(server: Server) -> None:
-        url = server.url.replace("http", "https")
-        said = "does not speak TLS .*: it may be a coordinator in plaintext, which takes a VIRTUALFLOW_TOKEN"
-        await refused(Link(url, worker, lambda: WORKER, ignore, LinkSettings()), said)
-
-    with_server(story)
-
-
-WORKER = hello("worker-0", ready=True)
-
-
-def ignore(plan: m.Plan) -> None:
-    """It is never admitted."""
-
-
-async def refused(link: Link, said: str) -> None:
-    try:
-        with pytest.raises(ConfigurationError, match=said):
-            await asyncio.to_thread(link.start)
-    finally:
-        await asyncio.to_thread(link.close)
-
-
 def test_who_listens_on_the_wire_reads_nothing(tmp_path: Path) -> None:
     heard = bytearray()
 
@@ -447,7 +311,7 @@ def test_who_listens_on_the_wire_reads_nothing(tmp_path: Path) -> None:
             server.as_(server.job.hold("worker", "worker-0")) as session,
             session.ws_connect(f"{url}/v1/worker") as stream,
         ):
-            await stream.send_bytes(m.encode(WORKER))
+            await stream.send_bytes(m.encode(hello("worker-0", ready=True)))
             assert isinstance(await told(stream), m.Welcome)
             async with CoordinatorClient(url, server.job.hold("control", "control"), QUICK) as client:
                 (worker,) = (await client.status()).workers
