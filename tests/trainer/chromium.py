@@ -22,6 +22,8 @@ from typing import Any
 import aiohttp
 import psutil
 
+from virtualflow.launcher.supervisor import die_with
+
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOW = "needs chromium: put it on PATH"
 AXE = "axe_core_python"
@@ -182,8 +184,9 @@ def _chromium() -> tuple[int, int]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509
     )
-    atexit.register(_end, process, folder)
+    atexit.register(_end, process, folder)  # who is killed does not come to it: see above
     ready, deadline = folder / "DevToolsActivePort", time.monotonic() + START
     while not (ready.exists() and ready.read_text().strip()):
         assert process.poll() is None, "chromium has ended at once"
