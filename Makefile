@@ -18,7 +18,7 @@ PACKING := build/packaging
 PIP_INSTALL := -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions lint docs e2e chaos campaign bench gpu dist image image-old clean
+.PHONY: help venv demo test test-slow test-all test-versions lint docs e2e chaos campaign bench gpu dist image image-old clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -28,8 +28,11 @@ venv: $(STAMP) ## set up .venv with the library and its development tools
 demo: $(STAMP) ## watch a job being resized, drained and killed, and end in the same bits
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" selects
+test: $(STAMP) ## run the tests that take under five minutes in all; ARGS="-k digits" selects
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
+
+test-slow: $(STAMP) ## run the whole stories that test leaves out
+	@$(BIN)/python -m pytest --slow -m slow -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
 	@$(BIN)/python -c 'import datasets, lightning, mlflow, nbclient, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,integrations]' -c constraints.txt

@@ -23,8 +23,9 @@ EXAMPLES = {"default": 25, "nightly": 200}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that makes the tests those of every night."""
-    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, too, and try more examples")
+    """Add the options that choose the tier (see ``tiers``)."""
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--nightly", action="store_true", help="run all tests, and try more examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,13 +59,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked nightly, but at night."""
+    """Leave out what belongs to a tier that was not asked for."""
     if config.getoption("nightly"):
         return
-    left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
+    above = {"nightly"} if config.getoption("slow") else {"nightly", "slow"}
+    left_out = [item for item in items if any(mark.name in above for mark in item.iter_markers())]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
+        kept = set(items).difference(left_out)
+        items[:] = [item for item in items if item in kept]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,4 +1,10 @@
-"""The two tiers of the tests: ``make test`` before every change, and ``make test-all`` every night, with everything.
+"""The tiers of the tests: ``make test`` before every change, ``make test-slow`` before it is taken, ``make test-all``.
+
+A test is marked ``slow`` where it takes about five seconds or more and quicker ones stand beside it: a whole story of
+the operator, a measurement, a killing at each place. ``make test-slow`` runs these alone, ``.ci/run`` both. What stays
+in ``make test`` whatever it takes is a kill, a resize and a loss of each kind of training, and the models of lineage.
+
+``make test-all`` runs everything every night.
 
 A test is marked ``nightly`` where another one, of the default tier, would notice what it would notice: more of the same
 parameters, longer runs, real interpreters where a fork does (see ``programs``). A test that tries examples tries an
@@ -6,21 +12,21 @@ eighth as many by day.
 
 The numbers of a training are mostly proven without processes: workers are threads over collectives in memory (see
 ``thread_collectives``; test_reducer and test_broken_collectives). Jobs of processes stand beside them for sockets,
-signals and ends. By day these go the whole way through the command line:
+signals and ends. These go the whole way through the command line (*: in ``make test-slow``):
 
 | job of processes (``tests/trainer``) | what it proves |
 | --- | --- |
 | jobs/test_jobs: three workers | the bits of one worker, every sample once |
 | jobs/test_jobs: resized up and down | announced changes repeat nothing, survivors stay |
 | jobs/test_jobs: all that can happen | SIGTERM, SIGKILL, SIGSTOP, no coordinator: a step repeated at most |
-| jobs/test_jobs: the loss of all (twice) | the newest checkpoint counts; without, it starts anew and says so |
-| jobs/test_jobs: a transformer; seven virtual nodes | the same bits for other models and divisions |
+| jobs/test_jobs: the loss of all; without checkpoints * | the newest checkpoint counts; without, it starts anew and says so |
+| jobs/test_jobs: a transformer; seven virtual nodes * | the same bits for other models and divisions |
 | jobs/test_jobs: a manifest | it trains like its script |
-| launcher/test_library_satellites | interpreters of their own, in which nothing is shared by a fork |
-| jobs/test_chaos: one random schedule | what nobody has thought of |
-| launcher/test_cli: sleepers; an interrupted run | nothing outlives its runner; Ctrl-C, and on from the checkpoint |
+| launcher/test_library_satellites * | interpreters of their own, in which nothing is shared by a fork |
+| jobs/test_chaos: one random schedule * | what nobody has thought of |
+| launcher/test_cli: sleepers; an interrupted run * | nothing outlives its runner; Ctrl-C, and on from the checkpoint |
 | worker/test_bad_input | one line and nothing lost: a full disk, a wrong token, another job's checkpoints |
-| launcher/test_demo | the demo and the scripts of the documents run as they stand |
+| launcher/test_demo * | the demo and the scripts of the documents run as they stand |
 
 The others (``start_job``) are forks with a coordinator in a thread of the test: one for each kind of training
 (test_features), and a kill, a drain, a join and a broken collective of each kind of optimizer and of reproducibility.

@@ -85,7 +85,7 @@ def leg(word: str, extras: dict[str, list[str]]) -> Leg:
         assert bound is not None, promised
         version = bound[1]
     torch = promised if version == "newest" else f"torch=={version}"
-    return Leg(word, python, OWN, (torch,), ("torch",), tuple(COMPUTES))
+    return Leg(word, python, OWN, (torch,), ("torch",), ("--slow", *COMPUTES))
 
 
 def constraints(leg: Leg, project: dict[str, list[str]], base: Iterable[str], pins: Iterable[str]) -> list[str]:

@@ -271,6 +271,7 @@ def test_micro_batches_come_to_the_device_in_the_shape_that_they_had(device: tor
     assert staging.move(MicroBatch(3, last, ())).data.stride() == last.stride()
 
 
+@pytest.mark.slow
 def test_what_is_sent_ahead_of_its_use_arrives_whole_beside_a_busy_device(device: torch.device) -> None:
     staging = Staging(device)
     busy = torch.randn(512, 512, device=device)

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [pytest.param(["sums"], id="quick"), nightly([], id="all")],

@@ -120,6 +120,7 @@ def cluster(folder: Path) -> Iterator[Shell]:
         yield Shell(folder, kubeconfig)
 
 
+@pytest.mark.slow
 def test_a_second_release_for_every_namespace_is_refused_and_one_is_moved_with_its_key_and_jobs(tmp_path: Path) -> None:
     with cluster(tmp_path) as person:
         read = person.read
@@ -160,6 +161,7 @@ def test_a_second_release_for_every_namespace_is_refused_and_one_is_moved_with_i
         assert read(f"kubectl get crd virtualflowjobs.virtualflow.dev -o jsonpath='{owner}'") == "training"
 
 
+@pytest.mark.slow
 def test_metrics_are_shown_to_whom_the_api_server_lets_and_the_monitors_token_opens_nothing_else(
     tmp_path: Path,
 ) -> None:
@@ -182,6 +184,7 @@ def test_metrics_are_shown_to_whom_the_api_server_lets_and_the_monitors_token_op
         assert allowed.stdout.strip() == "no"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq: put it on the PATH")
 def test_a_backup_is_restored_in_another_cluster_and_its_jobs_resume_from_their_checkpoints(tmp_path: Path) -> None:
     checkpoint = {"checkpoint": {"volume": {"emptyDir": {}}}}

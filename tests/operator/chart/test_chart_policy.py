@@ -143,6 +143,7 @@ async def attempt(cluster: Cluster, resource: Resource, body: Object) -> tuple[i
     return status, answer.get("message", "")
 
 
+@pytest.mark.slow
 @with_helm
 @on_the_real
 async def test_the_policy_lets_the_operator_do_its_work_and_nothing_beside_it(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from scenes import SETTINGS, container, group
@@ -267,6 +268,7 @@ MOVES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=examples(28), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_pod_is_without_quota_and_it_comes_to_rest(seed: int) -> None:

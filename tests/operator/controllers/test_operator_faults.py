@@ -90,6 +90,7 @@ async def weather(stage: Stage, storm: list[Fault]) -> None:
     await stage.until(lambda: all(stage.nothing_left(name) for name in NAMES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storm", STORMS)
 def test_through_a_storm_jobs_become_what_they_should_and_nothing_twice(
     outcomes: dict[str, BaseException | None], storm: str
@@ -132,6 +133,7 @@ def test_news_are_looked_at_at_once_however_long_a_wait_has_become(tmp_path: Pat
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_watches_that_are_dropped_miss_nothing(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -147,6 +149,7 @@ def test_watches_that_are_dropped_miss_nothing(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_deletions_that_no_watch_told_of_are_healed_within_seconds(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -245,6 +248,7 @@ def test_a_job_that_is_deleted_while_its_operator_begins_is_not_made_anew(tmp_pa
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_an_outage_of_the_api_server_costs_the_training_nothing(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         process = stage.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from fake_api import Fault
 from kueue_cases import DEFINITIONS, FLAVOR_OBJECT, admitted, asks_for, told
 from stage import NAMESPACE, Stage, job, play
@@ -55,6 +56,7 @@ def answer(stage: Stage, body: Object, change: Callable[[Object], Object]) -> No
     stage.server.modify(WORKLOADS, NAMESPACE, body["metadata"]["name"], {"status": status}, "status")
 
 
+@pytest.mark.slow
 def test_a_job_is_admitted_in_part_evicted_with_a_checkpoint_and_admitted_again(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         install(stage)

@@ -15,6 +15,7 @@ from virtualflow_operator.constants import WORKER
 from virtualflow_operator.k8s.client import JOBS, Object
 
 
+@pytest.mark.slow
 def test_twenty_jobs_at_once(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -40,6 +41,7 @@ def sent(stage: Stage, verbs: tuple[str, ...], resource: str, since: int) -> lis
     return [r.time for r in stage.server.requests[since:] if r.verb in verbs and r.resource == resource]
 
 
+@pytest.mark.slow
 def test_a_job_that_makes_steps_has_its_status_written_as_often_as_is_promised(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start("--progress-seconds=2")
@@ -54,6 +56,7 @@ def test_a_job_that_makes_steps_has_its_status_written_as_often_as_is_promised(t
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_job_that_changes_all_the_time_has_its_status_written_once_a_second_after_a_burst(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -88,6 +91,7 @@ def add_event(stage: Stage, pod: Object, reason: str, message: str) -> None:
         stage.server.add({"apiVersion": "v1", "kind": "Event", "metadata": named, "involvedObject": of_it} | event)
 
 
+@pytest.mark.slow
 def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start("--concurrency=2", startup_patience=1.0, events_retry=1.0)

@@ -46,6 +46,7 @@ def on(pods: list[Object]) -> set[str]:
     return {pod["spec"]["nodeName"] for pod in pods if running(pod)}
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_computes_beside_another_until_it_gets_devices_of_its_own(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage, slots=1, policy="FIFO", packing={"maxJobsPerDevice": 2})
@@ -105,6 +106,7 @@ def test_a_lodger_leaves_with_its_host_and_then_goes_to_the_next(tmp_path: Path)
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_lodger_that_finds_no_place_waits_as_if_there_was_none(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage, slots=1, policy="FIFO", packing={})

@@ -70,6 +70,7 @@ def test_workers_are_only_given_when_those_of_others_have_left(tmp_path: Path) -
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_node_killed_a_node_added_and_pods_of_others_are_absorbed(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)
@@ -93,6 +94,7 @@ def test_a_node_killed_a_node_added_and_pods_of_others_are_absorbed(tmp_path: Pa
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["late", "a refusal"])
 def test_nothing_is_given_before_it_is_known_what_pods_of_others_take(tmp_path: Path, answer: str) -> None:
     async def story(stage: Stage) -> None:
@@ -133,6 +135,7 @@ def test_a_job_without_a_share_is_suspended_and_goes_on_by_itself(tmp_path: Path
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_who_is_more_entitled_gets_its_minimum_and_another_resumes_later(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage, slots=1)
@@ -154,6 +157,7 @@ def test_who_is_more_entitled_gets_its_minimum_and_another_resumes_later(tmp_pat
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "reason", "says", "waited_for"),
     [
@@ -261,6 +265,7 @@ def test_a_successor_of_the_operator_changes_nothing(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_after_an_outage_a_new_leader_asks_before_it_takes_nodes_for_lost(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)
@@ -286,6 +291,7 @@ def test_after_an_outage_a_new_leader_asks_before_it_takes_nodes_for_lost(tmp_pa
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_queue_at_rest_is_never_written(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)

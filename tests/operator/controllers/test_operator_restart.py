@@ -159,6 +159,7 @@ def holder(stage: Stage) -> str:
     return "" if lease is None else str(lease["spec"].get("holderIdentity") or "")
 
 
+@pytest.mark.slow
 def test_a_leader_that_is_cut_off_exits_and_another_takes_over_within_15_seconds(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         async with Wire(stage.server.port) as one, Wire(stage.server.port) as two:
@@ -184,6 +185,7 @@ def test_a_leader_that_is_cut_off_exits_and_another_takes_over_within_15_seconds
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         async with Wire(stage.server.port) as one, Wire(stage.server.port) as two:
@@ -211,6 +213,7 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes(tmp_path: Path) -
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_leader_that_is_asked_to_end_gives_the_lease_back(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         first = stage.start("--lease-seconds=3600")
@@ -228,6 +231,7 @@ def test_a_leader_that_is_asked_to_end_gives_the_lease_back(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_one_that_stands_by_can_be_asked_to_end(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -249,6 +253,7 @@ def ready(port: int) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orderly", [True, False], ids=["the first ends", "the first is killed"])
 def test_a_second_release_for_every_namespace_says_so_and_does_nothing_until_the_first_has_ended(
     tmp_path: Path, orderly: bool
@@ -288,6 +293,7 @@ def test_a_second_release_for_every_namespace_says_so_and_does_nothing_until_the
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_second_release_that_waits_can_be_asked_to_end(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         first = stage.start()
@@ -342,6 +348,7 @@ def test_it_starts_as_users_start_it_and_ends_when_asked_to(tmp_path: Path, comm
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_one_whose_definitions_are_deleted_ends_to_be_started_again(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         process = stage.start()

@@ -72,6 +72,7 @@ def begin(stage: Stage, directory: Path, without: tuple[str, ...]) -> Installed:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "without",
     [
@@ -118,6 +119,7 @@ def test_a_job_without_a_queue_lives_as_before_and_one_with_a_queue_is_told_what
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_an_operator_has_no_satellite_in_its_memory_before_a_job_needs_one() -> None:
     code = (
         "import sys\n"

@@ -41,6 +41,7 @@ def coordinator_image(stage: Stage) -> str:
     return str(pod["spec"]["containers"][0]["image"])
 
 
+@pytest.mark.slow
 def test_an_upgrade_of_the_operator_changes_nothing_about_a_job_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_an_upgrade_of_the_operator_changes_nothing_about_a_job_that_trains(
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_an_operator_of_a_version_too_far_away_says_so_and_leaves_a_job_alone(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         process = stage.start()

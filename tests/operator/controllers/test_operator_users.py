@@ -199,6 +199,7 @@ def test_a_job_that_is_deleted_and_made_anew_at_once_is_another_job(tmp_path: Pa
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("down", [False, True], ids=["the operator sees it", "the operator is away"])
 def test_the_pods_of_an_orphaned_job_train_on_and_a_new_one_of_its_name_is_refused(tmp_path: Path, down: bool) -> None:
     async def story(stage: Stage) -> None:

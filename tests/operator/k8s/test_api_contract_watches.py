@@ -81,6 +81,7 @@ async def test_children_go_with_their_owner(cluster: Cluster) -> None:
     assert await cluster.api.get(SECRETS, cluster.namespace, "stranger")
 
 
+@pytest.mark.slow
 @on_both
 async def test_a_namespace_takes_its_objects_along(cluster: Cluster) -> None:
     name = f"{cluster.namespace}-inner"

@@ -102,6 +102,7 @@ def test_nobody_is_followed_while_nobody_wants_to_know() -> None:
     run(story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault(code=410, verb="watch"), Fault(code=500, verb="list"), Fault(cut=True)])
 def test_what_a_broken_watch_has_missed_is_found(fault: Fault) -> None:
     async def story() -> None:

@@ -73,6 +73,7 @@ class Kueue:
         return await self.pods()
 
 
+@pytest.mark.slow
 @on_the_real
 async def test_a_job_is_admitted_shrinks_is_evicted_and_is_suspended(cluster: Cluster, tmp_path: Path) -> None:
     if not cluster.own:

@@ -78,6 +78,7 @@ def deep(_: int = 0) -> None:
     cut(b'{"a":' * 60_000 + b"1" + b"}" * 60_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [large, nightly(deep, id="deep")])
 def test_reading_what_users_have_stored_does_not_keep_the_lease_from_being_renewed(read: Callable[[], None]) -> None:
     lost: list[str] = []

@@ -86,6 +86,7 @@ async def bind(cluster: Cluster, pods: list[Object]) -> None:
         assert code == 201, answer
 
 
+@pytest.mark.slow
 @on_the_real
 async def test_a_job_lodges_with_another_and_gets_its_devices_when_that_ends(cluster: Cluster, tmp_path: Path) -> None:
     if not cluster.own:

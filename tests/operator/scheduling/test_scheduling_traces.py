@@ -89,6 +89,7 @@ def test_the_large_trace_has_a_heavy_tail_and_the_spot_trace_revocations() -> No
     assert any(isinstance(event, NodeEvent) and not event.spot for event in spot.events)
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_rows_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--quick", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())

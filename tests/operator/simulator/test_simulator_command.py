@@ -205,6 +205,7 @@ def test_a_job_that_never_ends_is_named_and_the_exit_code_says_so(
     assert "WeightedFairShare: big never ended: cannot run: its minimum of 5 workers" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: install the extra plots")
     trace = given(tmp_path, GOOD)

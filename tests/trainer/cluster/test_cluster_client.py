@@ -272,6 +272,7 @@ def leaves_nothing(plugin: subprocess.Popen[str]) -> None:
     assert alive == []
 
 
+@pytest.mark.slow
 def test_the_way_to_the_page_is_kept_open_and_leaves_nothing(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
     client.submit(manifest("digits"))
     write_status(client, "digits", phase="Running", coordinator="digits-coordinator-0")

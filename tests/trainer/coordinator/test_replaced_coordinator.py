@@ -108,6 +108,7 @@ def look(coordinator: CoordinatorProcess) -> Shown:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

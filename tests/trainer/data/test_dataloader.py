@@ -164,6 +164,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow
 def test_when_a_worker_is_killed_its_loaders_die_and_its_peers_notice_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         command = [sys.executable, "-c", textwrap.dedent(WORKER), str(listener.getsockname()[1])]

@@ -29,6 +29,7 @@ from virtualflow.errors import ConfigurationError
 STREAM_STEPS = 7  # the longest shard has 12 samples, two a step, and one step more finds every stream at its end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("script", range(2))
 def test_streams_give_the_same_bits_through_resizes_and_repeats(processes: int, script: int) -> None:

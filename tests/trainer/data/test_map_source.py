@@ -56,6 +56,7 @@ def test_any_prefetch_factor_gives_the_same_bits(factor: int) -> None:
         follow_a_random_script(source, random.Random(factor), 6, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "fork"])
 def test_processes_may_be_started_in_any_way(context: str) -> None:
     with opened(Augmented(), num_workers=1, multiprocessing_context=context) as source:

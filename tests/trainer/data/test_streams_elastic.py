@@ -70,6 +70,7 @@ def train(kind: str, loaders: int, victim: str = "", epochs: int = EPOCHS) -> An
     return trained(run, model, optimizer, told[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "loaders"),
     [("stream", 1), ("augmented", 0), nightly("stream", 0), nightly("augmented", 2)],
@@ -97,6 +98,7 @@ def test_a_resize_and_a_kill_lose_and_repeat_nothing(
                 assert read == list(range(length(node, epoch)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaders", [nightly(0, id="in the worker"), pytest.param(1, id="in a loader process")])
 def test_a_stream_is_resumed_in_the_middle(loaders: int, tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(train, "stream", 0)

@@ -86,6 +86,7 @@ def test_another_process_of_the_machine_has_the_same_digest(digest: str) -> None
     assert in_another_process() == f"{digest}|{describe_device(CPU)}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has no vectors to do without"
 )

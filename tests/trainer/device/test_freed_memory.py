@@ -44,6 +44,7 @@ def _faults(**environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="no GNU C library"
 )
@@ -65,6 +66,7 @@ def _huge_pages_on_request() -> bool:
     return setting.exists() and "[madvise]" in setting.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _huge_pages_on_request(), reason="the kernel gives huge pages always or never")
 def test_tensors_lie_in_huge_pages() -> None:
     environment = {**os.environ, **ALLOCATOR_ENVIRONMENT}
@@ -105,6 +107,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="no GNU C library"
 )

@@ -45,6 +45,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_what_was_freed_and_kept_before_is_used_all_the_same() -> None:
     environment = {**os.environ, **ALLOCATOR_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _SCRIPT]

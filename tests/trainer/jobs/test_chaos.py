@@ -42,6 +42,7 @@ def arguments(script: str) -> list[str]:
     return [script, "--steps", str(STEPS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *map(nightly, range(1, RUNS))])
 def test_a_random_schedule_gives_the_same_bits(number: int, undisturbed: tuple[str, str], tmp_path: Path) -> None:
     randomness = random.Random(f"{SEED}/{number}")

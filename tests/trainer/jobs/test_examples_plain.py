@@ -44,12 +44,14 @@ def test_an_elastic_training_is_at_most_six_lines_away_from_plain_pytorch(exampl
     assert 0 < len(added) <= 6, "\n".join(added)
 
 
+@pytest.mark.slow
 def test_plain_digits_learns_to_97_percent() -> None:
     output = run_example("digits_plain.py")
     assert "240 steps in" in output
     assert number_after("test accuracy", output) >= 0.97
 
 
+@pytest.mark.slow
 def test_plain_charlm_learns_from_any_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. äöü 12345\n" * 400)

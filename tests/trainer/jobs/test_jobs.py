@@ -109,6 +109,7 @@ def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: F
     assert change["pause_ms"] is None
 
 
+@pytest.mark.slow
 def test_a_job_without_checkpoints_that_loses_all_workers_begins_anew_and_says_so(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_job_without_checkpoints_that_loses_all_workers_begins_anew_and_says_s
     assert change["pause_ms"] is None
 
 
+@pytest.mark.slow
 def test_an_odd_number_of_virtual_nodes_is_ordinary(tmp_path: Path) -> None:
     script = ["examples/digits.py", "--steps", "15", "--batch-size", "168"]
     alone = run_job(tmp_path, "--virtual-nodes", "7", "--workers", "1", *script)
@@ -132,6 +134,7 @@ def test_an_odd_number_of_virtual_nodes_is_ordinary(tmp_path: Path) -> None:
     check_changes(finished)
 
 
+@pytest.mark.slow
 def test_a_transformer_with_a_scheduler_gives_the_same_bits(tmp_path: Path) -> None:
     script = ["examples/charlm.py", "--steps", "9"]
     alone = run_job(tmp_path, "--virtual-nodes", "8", "--workers", "1", *script)

@@ -167,6 +167,7 @@ def hoard() -> list[tuple[int, ...]]:
     return [tuple(each.shape) for each in left if each.untyped_storage().nbytes() >= model.weight.nbytes // 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["early", nightly("")])
 def test_what_an_aborted_attempt_held_is_free_at_once(start_job: Callable[..., ElasticJob], exchange: str) -> None:
     """An error keeps what it came through: gradients, messages and sums of the attempt."""

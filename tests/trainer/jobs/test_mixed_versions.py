@@ -48,6 +48,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["this", "newer", "older"])
 def test_coordinators_of_other_versions_take_over_a_job(
     workers: Version, start_job: Callable[..., ElasticJob], tmp_path: Path

@@ -205,6 +205,7 @@ def until(what: str, check: Callable[[], object], seconds: float = 90.0) -> None
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, int(os.environ.get("RUNS", "3"))))]
 )

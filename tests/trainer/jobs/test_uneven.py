@@ -106,6 +106,7 @@ def test_a_straggler_loses_load_gets_it_back_and_changes_no_bits(
     assert results[0] == results[1] == alone(compute, 120, "nobody", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_joiner_and_a_loss_go_by_what_was_measured(
     start_job: Callable[..., ElasticJob], tmp_path: Path, work: Path
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_script_that_never_trains_is_told_so(command_line: CommandLine) -> Non
     assert "must iterate over vf.elastic" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_crashes_is_not_replaced_for_ever(command_line: CommandLine) -> None:
     script = command_line.script("crash.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     code, _, err = command_line.run("run", "--workers", "1", "--log-dir", "logs", script)
@@ -274,6 +275,7 @@ def test_a_worker_that_always_crashes_is_not_replaced_for_ever(command_line: Com
     assert "SIGSEGV" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_always_exits_with_75_is_not_replaced_for_ever_while_others_train(
     command_line: CommandLine,
 ) -> None:
@@ -295,6 +297,7 @@ def test_a_worker_that_always_exits_with_75_is_not_replaced_for_ever_while_other
     assert "once the reason is mended, run: virtualflow scale 2 --job flaky" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["start", "training"])
 def test_a_worker_that_would_be_refused_again_is_done_without(command_line: CommandLine, where: str) -> None:
     started = command_line.home / "started"
@@ -463,6 +466,7 @@ def test_a_worker_that_dies_while_the_job_is_being_stopped_takes_nothing_with_it
     assert list((command_line.home / "checkpoints").glob("step-*")), err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was_stopped(command_line: CommandLine) -> None:
     script = command_line.script("train.py", TRAINING)
     code, _, err = command_line.run("run", "--workers", "1", "--report", "one.json", script, *_options(steps=60))

@@ -45,6 +45,7 @@ def demo() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_demo_tells_its_story_and_ends_in_the_same_bits() -> None:
     done = start("examples/demo.py", "--steps", "20", cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -90,6 +90,7 @@ def test_there_are_blocks_to_run() -> None:
     assert len(BLOCKS) >= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("booted", [False, nightly(True)])
 def test_the_first_tutorial_ends_in_the_same_digest_every_time(booted: bool, tmp_path: Path) -> None:
     (script,) = fenced(TUTORIAL, "python")

@@ -53,6 +53,7 @@ def disturbed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return report
 
 
+@pytest.mark.slow
 def test_a_training_through_a_kill_and_a_resize_comes_to_the_same_bits_without_them(
     disturbed: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_command_of_a_satellite_is_one_sentence(command: list[str], missing: s
     assert missing in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_for_a_plan_of_memory_is_told_what_is_missing(installed: Path) -> None:
     environment = {"PYTHONPATH": str(installed), "VIRTUALFLOW_DEVICE_MEMORY": "1000000000"}
     ended = subprocess.run(

@@ -29,6 +29,7 @@ with vf.elastic(model, optimizer, data, batch_size=2048, steps=int(sys.argv[1]),
 """
 
 
+@pytest.mark.slow
 def test_from_what_does_not_fit_to_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "TMPDIR": str(tmp_path)}

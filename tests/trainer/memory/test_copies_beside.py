@@ -72,6 +72,7 @@ def trained(name: str) -> tuple[nn.Module, list[str] | None, Tensor, Tensor]:
     return large, [names[id(block)] for block in large.blocks], LARGE[name].samples()[:2], torch.randint(3, (2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [2.0, 0.5], ids=["slow copies", "fast copies"])
 @pytest.mark.parametrize("name", [*FAMILIES, *(nightly(name, id=f"{name}, as it is measured") for name in LARGE)])
 def test_plans_give_the_bits_of_the_run_without_one_within_their_memory(name: str, share: float) -> None:

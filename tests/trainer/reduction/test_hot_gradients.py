@@ -296,6 +296,7 @@ def test_a_gradient_that_is_given_to_another_parameter_counts_for_both() -> None
         assert workers[0].repeated, "its virtual node 3 is added up hot"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 5), reason="needs a newer torch: 2.4 compiles no ParameterList")
 def test_a_compiled_model_is_added_up_hot_too(hot: list[int]) -> None:
     """It is compiled once more in the middle, for shorter micro-batches."""

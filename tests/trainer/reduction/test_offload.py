@@ -225,6 +225,7 @@ def equal(left: list[Any], right: list[Any]) -> bool:
     return all(torch.equal(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("room", "workers", "hot"),
     [
@@ -253,6 +254,7 @@ def test_gradients_take_as_much_of_the_device_for_64_virtual_nodes_as_for_8(
     assert unlimited > room + 2 + SLACK / GRADIENT, "otherwise this shows nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("virtual_nodes", "workers", "cold", "hot", "offloaded"),
     [nightly(8, 1, 4, 3, 3), (64, 1, 7, 6, 3), (8, 2, 3, 2, 2), nightly(64, 2, 6, 5, 3)],

@@ -321,6 +321,7 @@ def test_a_data_set_that_ends_its_loader_process_is_named() -> None:
         train(Exiting(), num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_loader_was_killed_is_replaced(tmp_path: Path) -> None:
     script = str(CASES / "transient.py")
     # The job waits before its end until both workers are there again.

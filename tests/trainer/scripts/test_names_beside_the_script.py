@@ -37,6 +37,7 @@ def beside(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "more"),
     [

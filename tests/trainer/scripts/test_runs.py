@@ -30,6 +30,7 @@ def last_line(output: str) -> str:
     return output.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_folds_choose_alike_whoever_is_killed_in_which_of_them(tmp_path: Path) -> None:
     """The second replacement has to make up for two runs that it has not seen, by which the script decides."""
     script = CASES / "folds.py"

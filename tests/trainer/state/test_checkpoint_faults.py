@@ -152,6 +152,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 def test_whenever_the_writer_is_killed_the_newest_checkpoint_loads(tmp_path: Path, events: list[str]) -> None:
     reached = 0
     for pattern in MOMENTS.values():

@@ -134,6 +134,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_path_and_the_older_one_counts(
     assert re.match(rf"skipped the damaged checkpoint {re.escape(str(tmp_path))}/step-0000000[23]: .", events[0])
 
 
+@pytest.mark.slow
 def test_no_single_flipped_bit_of_a_manifest_passes_for_another_job(tmp_path: Path, events: list[str]) -> None:
     writer_to(tmp_path, events).save_now(1, tree_of(1))
     manifest = tmp_path / "step-00000001" / "manifest.json"
@@ -146,6 +147,7 @@ def test_no_single_flipped_bit_of_a_manifest_passes_for_another_job(tmp_path: Pa
             assert len(events) == 1
 
 
+@pytest.mark.slow
 def test_no_single_flipped_bit_of_the_states_header_is_anything_but_damage(tmp_path: Path, events: list[str]) -> None:
     writer_to(tmp_path, events).save_now(1, tree_of(1))
     found, state = newest(tmp_path, events), tmp_path / "step-00000001" / "state.safetensors"

@@ -69,6 +69,7 @@ def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_
         assert job.results() == [reference] * 3, f"collective {number}"
 
 
+@pytest.mark.slow
 @COLLECTIVES
 def test_a_worker_is_killed_at_any_collective(
     exchange: str, numbers: range, start_job: Callable[..., ElasticJob]

@@ -228,6 +228,7 @@ def test_a_virtual_node_that_was_not_reached_is_computed_once(
     assert [computed[3, node] for node in range(NODES)] == [1, 1, 1, 1, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gathered whole, early", "one by one", *map(nightly, list(SETTINGS)[::2])])
 def test_what_was_kept_is_kept_through_a_second_loss(how: str, reference: list[tuple[Any, ...]]) -> None:
     _, most = prepared(how, 3)

@@ -163,6 +163,7 @@ def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_
         check(job.results(), reference)
 
 
+@pytest.mark.slow
 @COLLECTIVES
 def test_a_worker_is_killed_at_any_collective(
     exchange: str, numbers: range, start_job: Callable[..., ElasticJob]

@@ -279,6 +279,7 @@ def faults(operations: int, victims: int, lost: bool) -> Iterator[Fault]:
         yield Fault((number + turn) % 4, number, how, lost)
 
 
+@pytest.mark.slow
 @KINDS
 @LOST
 def test_any_operation_of_the_entry_of_joiners_may_break(
@@ -297,6 +298,7 @@ def test_any_operation_of_the_step_behind_it_may_break(make: str, clip: float | 
         run(make, clip, None, fault, None)
 
 
+@pytest.mark.slow
 @KINDS
 def test_the_recovery_from_that_may_break_once_more(make: str, clip: float | None, victims: int) -> None:
     _, most = run(make, clip, None, None, None)

@@ -157,6 +157,7 @@ def test_the_result_is_that_of_a_bitwise_job_but_for_rounding(
         check_audit(tmp_path / "audit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "loaders", "exchange"),
     [

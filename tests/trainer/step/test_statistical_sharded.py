@@ -63,6 +63,7 @@ def check(results: list[Trained], clip: float | None) -> None:
     assert any(result.more["moments"].keys() == reference.more["moments"].keys() for result in results), "the leader"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "clip", "exchange"),
     [

@@ -109,6 +109,7 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connections", [2_000, nightly(100_000)])
 def test_connections_find_no_port_once_the_mesh_stands(connections: int) -> None:
     with members() as process:
@@ -127,6 +128,7 @@ def test_connections_find_no_port_once_the_mesh_stands(connections: int) -> None
         assert process.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_descriptors")
 def test_more_connections_than_descriptors_while_the_mesh_is_built_do_not_end_a_member() -> None:
     with members() as process, contextlib.ExitStack() as held:

@@ -48,6 +48,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     return counted
 
 
+@pytest.mark.slow
 def test_no_message_of_a_step_goes_through_the_coordinator(
     start_job: Callable[..., ElasticJob], traffic: Traffic
 ) -> None:

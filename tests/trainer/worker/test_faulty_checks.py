@@ -293,6 +293,7 @@ CASES = [(members, role, victim) for members in (2, 3) for role in ("holder", "c
 FEW = [(2, "checker", 0), (3, "holder", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("members", "role", "victim"), CASES)
 def test_a_death_at_any_moment_convicts_nobody_else_and_the_bits_are_right(
     members: int, role: str, victim: int

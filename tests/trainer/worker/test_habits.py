@@ -144,6 +144,7 @@ def test_what_a_micro_batch_leaves_for_the_next_is_found_in_the_first_step(
     assert job.status().step == 0
 
 
+@pytest.mark.slow
 def test_a_loop_left_by_a_counter_is_found_when_others_go_on(start_job: Callable[..., ElasticJob]) -> None:
     job = start_job(habits.a_loop_left_by_enumerate, workers=2, hold=2)
     job.reach(2)

@@ -62,6 +62,7 @@ def train(layers_on: str, victim: str = "", steps: int = STEPS) -> Trained:
     return trained(run, model, optimizer, repr(run.metrics))
 
 
+@pytest.mark.slow
 def test_the_device_never_holds_more_than_a_quarter_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     whole = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])

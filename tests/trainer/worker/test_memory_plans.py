@@ -67,6 +67,7 @@ def train(memory: vf.Memory | Literal["each", "small"] | None, victim: str = "",
     return trained(run, model, optimizer, repr(run.metrics), lanes if copying else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [nightly("late"), "early"])
 def test_four_workers_with_four_plans_come_to_the_bits_of_none(
     exchange: str, start_job: Callable[..., ElasticJob]
@@ -143,6 +144,7 @@ def test_a_job_that_does_not_fit_fails_with_what_would(start_job: Callable[..., 
     assert re.match(r"the model does not fit into 10.0 KiB .*: the smallest budget that works is", status.error or "")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_memory_is_too_small_is_refused_alone_and_the_others_come_to_the_same_bits(
     start_job: Callable[..., ElasticJob],
 ) -> None:

@@ -49,6 +49,7 @@ def train(victim: str = "", rotate: bool = True, sharded: bool = False) -> Train
     return trained(run, model, optimizer, repr(run.metrics))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "exchange", "rotate", "sharded"),
     [
@@ -127,6 +128,7 @@ MEMORIES = {"worker-0": "1GiB", "worker-1": "4GiB"}
 """The second worker has more than the first."""
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_as_the_job_says_and_a_small_device_runs_short_passes_alone(
     start_job: Callable[..., ElasticJob],
 ) -> None:

@@ -56,6 +56,7 @@ def profile(directory: Path, *arguments: str, interpreter: bool = False) -> tupl
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_is_measured_as_it_is_and_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     code, out, err = profile(tmp_path, "train.py", "32", interpreter=True)

@@ -124,6 +124,7 @@ async def serves(url: str) -> None:
         assert isinstance(await told(stream), m.Welcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "descriptors", [nightly(None, id="as many descriptors as it may have"), pytest.param(256, id="256 descriptors")]
 )
@@ -138,6 +139,7 @@ def test_thousands_of_half_open_requests_keep_nobody_out(tmp_path: Path, descrip
         assert coordinator.log.stat().st_size < LOG
 
 
+@pytest.mark.slow
 def test_who_says_nothing_or_half_a_request_is_shut_out_and_others_stay(tmp_path: Path) -> None:
     async def story(url: str, wait: Callable[[], None]) -> None:
         async with aiohttp.ClientSession(headers=RIGHT) as session, session.ws_connect(f"{url}/v1/worker") as stream:

@@ -207,6 +207,7 @@ def test_progress_is_no_news_and_everything_else_is() -> None:
     assert told(done(60)) == (True, True)
 
 
+@pytest.mark.slow
 def test_the_brief_status_of_the_largest_job_is_below_a_megabyte() -> None:
     job = JobState(2**42, MAX_WORKERS, MembershipSettings(), 0.0)
     for number in range(MAX_WORKERS):

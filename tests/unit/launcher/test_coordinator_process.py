@@ -50,6 +50,7 @@ def url_of(child: subprocess.Popen[str], directory: Path) -> str:
     return (directory / "ready").read_text().strip()
 
 
+@pytest.mark.slow
 def test_two_hundred_workers_fit_into_a_small_pod_and_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     async def story(child: subprocess.Popen[str], url: str) -> None:
         connector = aiohttp.TCPConnector(limit=0)
@@ -146,6 +147,7 @@ def test_a_second_sigterm_or_sigint_ends_it_before_the_job_has_stopped(tmp_path:
         asyncio.run(story(child, url_of(child, tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "heartbeat"), [((), 0.4), (("--hang-seconds", "1.5"), 0.3), (("--heartbeat-limit", "1"), 0.2)]
 )
@@ -190,6 +192,7 @@ def test_the_minimum_and_the_start_up_grace_are_options(tmp_path: Path) -> None:
         asyncio.run(story(url_of(child, tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["1", "0", ""])
 def test_a_word_is_needed_to_begin_where_the_environment_says_so(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -316,6 +316,7 @@ sys.exit(cli.main(["plan", "v100.json"]))
 """
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_bar_shows_how_far_the_planning_is_and_leaves_the_answer_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

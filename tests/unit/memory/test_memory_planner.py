@@ -56,6 +56,7 @@ def ratio(profile: Profile, share: int, host_share: int, *, fast: bool = False) 
     return planner.plan(budget).seconds / best
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(120), phases=UNSHRUNK)
 @given(profiles(LONGEST, least=3), SHARES, st.sampled_from([0, 30, 100]))
 def test_a_plan_takes_at_most_2_percent_more_than_the_best_of_all(profile: Profile, share: int, host: int) -> None:
@@ -86,6 +87,7 @@ def test_a_plan_is_never_slower_than_treating_all_blocks_alike(profile: Profile,
         assert found.seconds <= alike.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [nightly(10), 50, nightly(90)])
 def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_beat(share: int) -> None:
     planner = Planner(same_blocks(100, saved=1_000, boundary=10))
@@ -95,6 +97,7 @@ def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_be
     assert bound <= planner.plan(budget).seconds <= 1.02 * bound
 
 
+@pytest.mark.slow
 def test_the_search_of_a_hundred_blocks_tries_no_more_than_it_may() -> None:
     chosen = PlannerSettings(moves=5_000)
     pool = Pool(ChainArrays(same_blocks(100)), chosen)
