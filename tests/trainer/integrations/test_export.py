@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import checkpoint_of, flip, steps_in
 from safetensors.torch import load_file
+from signing import write_key
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -143,6 +144,16 @@ def test_plain_pytorch_goes_on_from_a_distributed_checkpoint(
         nn.functional.cross_entropy(each(tokens), targets).backward()
         step.step()
     assert_equal(plain.state_dict(), model.state_dict())
+
+
+def test_the_weights_of_nobody_who_is_trusted_are_not_exported(
+    trained: tuple[Path, Tied, torch.optim.AdamW], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, public = write_key(tmp_path, "mine")
+    target = tmp_path / "model.safetensors"
+    assert cli.main(["export", str(trained[0]), "--trust", str(public), "--output", str(target)]) == 2
+    assert "bears no signature, and signed ones alone are trusted here" in capsys.readouterr().err
+    assert not target.exists()
 
 
 @needs("transformers")

@@ -21,7 +21,9 @@ from virtualflow.protocol.settings import (
     ENV_EXPLAIN_OUT,
     ENV_PROFILE,
     ENV_PROFILE_OUT,
+    ENV_SIGN,
     ENV_TRACE_DIR,
+    ENV_TRUST,
     ENV_TURNS,
 )
 from virtualflow.state import checkpoint_order
@@ -75,6 +77,8 @@ def test_paths_in_the_environment_are_meant_from_where_the_process_began(tmp_pat
         "trace_dir": ENV_TRACE_DIR,
         "explain_out": ENV_EXPLAIN_OUT,
         "turns": ENV_TURNS,
+        "sign": ENV_SIGN,
+        "trust": ENV_TRUST,
     }
     code = (
         "import os, virtualflow; os.chdir('/')\n"

@@ -41,6 +41,8 @@ def test_a_directory_is_all_that_a_policy_needs() -> None:
         ({"keep": None}, "keep of checkpoints is None; it must be a whole number"),
         ({"directory": 7}, "the directory of checkpoints is 7; it must be a path"),
         ({"directory": ""}, "the directory of checkpoints is empty; it must be a path"),
+        ({"sign": 7}, "sign of checkpoints is 7; it must be a path"),
+        ({"trust": ""}, "trust of checkpoints is empty; it must be a path"),
     ],
     ids=str,
 )
@@ -59,6 +61,12 @@ def test_the_environment_goes_before_the_script() -> None:
     assert choose_policy(None, environment) == vf.CheckpointPolicy("/elsewhere", 7)
     given = vf.CheckpointPolicy(HERE, 2, 30.0, 5)
     assert choose_policy(given, environment) == vf.CheckpointPolicy("/elsewhere", 7, 30.0, 5)
+    given = vf.CheckpointPolicy(HERE, 7, sign="mine.pem", trust="/ours.pem")
+    assert choose_policy(given, environment) == vf.CheckpointPolicy("/elsewhere", 7, sign="mine.pem", trust="/ours.pem")
+    environment = replace(environment, sign=Path("/its.pem"), trust=Path("/theirs.pem"))
+    assert choose_policy(given, environment) == vf.CheckpointPolicy(
+        "/elsewhere", 7, sign="/its.pem", trust="/theirs.pem"
+    )
 
 
 def test_each_checkpoint_is_reported_as_complete_or_with_what_to_do(tmp_path: Path) -> None:

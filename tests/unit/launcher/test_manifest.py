@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from signing import write_key
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
@@ -29,6 +30,8 @@ from virtualflow.protocol.settings import (
     ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
+    ENV_SIGN,
+    ENV_TRUST,
     ENV_VERIFY,
 )
 
@@ -144,6 +147,22 @@ def test_workers_are_told_to_keep_a_copy_in_memory(
 ) -> None:
     environment = _resolve(_manifest(tmp_path, **spec), *options).environment
     assert environment.get(ENV_CHECKPOINT_MEMORY) == value
+
+
+def test_workers_are_told_where_the_keys_are_and_never_the_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    private, public = write_key(tmp_path, "mine")
+    environment = _resolve(_manifest(tmp_path), "--sign", private.name, "--trust", public.name).environment
+    assert (environment[ENV_SIGN], environment[ENV_TRUST]) == (str(private), str(public))
+    assert not {ENV_SIGN, ENV_TRUST} & _resolve(_manifest(tmp_path)).environment.keys()
+
+
+@pytest.mark.parametrize("option", ["--sign", "--trust"])
+def test_a_file_without_a_key_is_refused_before_anything_is_started(option: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"job\.yaml (is no private key|does not hold public keys)"):
+        _resolve(_manifest(tmp_path), option, str(tmp_path / "job.yaml"))
 
 
 def test_memory_that_is_no_flag_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import Parser
+from virtualflow.protocol.signatures import SigningKeys
 from virtualflow.state import FoundCheckpoint, find_by_path, load, skipped
 from virtualflow.state.checkpoint_order import complete
 
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"there is no {CONFIG} in {given.config}; --config is a folder with the model's one")
     if given.output.exists():
         raise ConfigurationError(f"{given.output} exists already; give another --output, or remove it")
-    found, tree = _read(_directory_of_run(given.checkpoint, given.run), given.step)
+    keys = SigningKeys.read(None, given.trust)
+    found, tree = _read(_directory_of_run(given.checkpoint, given.run), given.step, keys)
     signature = found.identity.signature
     try:
         with _appearing(given.output) as place:
@@ -86,6 +88,9 @@ def parser() -> Parser:
     made.add_argument("--step", type=int, metavar="N", help="of that checkpoint (default: the newest)")
     made.add_argument(
         "--run", type=int, metavar="N", help="of that run of a script that trains several times (default: the last)"
+    )
+    made.add_argument(
+        "--trust", type=Path, metavar="PUBLIC.pem", help="of checkpoints, take those alone that these keys have signed"
     )
     made.add_argument(
         "--config", type=Path, metavar="DIR", help="for hf: its files that are no weights are copied, as config.json"
@@ -128,7 +133,7 @@ def _directory_of_run(path: Path, run: int | None) -> Path:
     raise ConfigurationError(f"there is no checkpoint of run {run} in {path}; --run is one of 1{known}")
 
 
-def _read(path: Path, step: int | None) -> tuple[FoundCheckpoint, dict[str, Any]]:
+def _read(path: Path, step: int | None, keys: SigningKeys) -> tuple[FoundCheckpoint, dict[str, Any]]:
     """The checkpoint that is meant, of which every byte was checked, and what it holds."""
 
     def tell(event: str) -> None:
@@ -136,7 +141,7 @@ def _read(path: Path, step: int | None) -> tuple[FoundCheckpoint, dict[str, Any]
 
     damaged: set[int] = set()
     while True:
-        found = find_by_path(path, tell, step=step, damaged=damaged)
+        found = find_by_path(path, tell, step=step, damaged=damaged, keys=keys)
         if found is None:
             which = "" if step is None else f" of step {step}"
             why = "; those that are there are damaged" if damaged else ""

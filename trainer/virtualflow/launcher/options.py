@@ -34,7 +34,9 @@ from virtualflow.protocol.settings import (
     ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
+    ENV_SIGN,
     ENV_TRACE_DIR,
+    ENV_TRUST,
     ENV_TURNS,
     ENV_VERIFY,
     ENV_VIRTUAL_NODES,
@@ -42,6 +44,7 @@ from virtualflow.protocol.settings import (
     MAX_WORKERS,
     WORKERS,
 )
+from virtualflow.protocol.signatures import SigningKeys
 from virtualflow.protocol.wording import counted, parse_bytes
 
 
@@ -220,6 +223,9 @@ def _checkpoints(arguments: Namespace, job: JobManifest, environment: dict[str, 
         }
         given = {name: value if value is not None else asked[name] for name, value in given.items()}
     environment.update({name: str(value) for name, value in given.items() if value is not None})
+    sign, trust = (None if path is None else Path(path).absolute() for path in (arguments.sign, arguments.trust))
+    SigningKeys.read(sign, trust)
+    environment.update({name: str(path) for name, path in ((ENV_SIGN, sign), (ENV_TRUST, trust)) if path is not None})
     if arguments.checkpoint_memory or job.memory:
         environment[ENV_CHECKPOINT_MEMORY] = "1"
     if arguments.checkpoint_dir is None:

@@ -250,14 +250,13 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--checkpoint-steps", metavar="N", help="every N steps (default: by time alone)", **_AT_LEAST_1)
     group.add_argument(
-        "--checkpoint-seconds",
-        metavar="T",
-        help=f"every T seconds (default {CHECKPOINT_SECONDS:g})",
-        **_ABOVE_ZERO,
+        "--checkpoint-seconds", metavar="T", help=f"every T seconds (default {CHECKPOINT_SECONDS:g})", **_ABOVE_ZERO
     )
     group.add_argument(
         "--checkpoint-keep", metavar="K", help=f"keep the last K (default {CHECKPOINT_KEEP})", **_AT_LEAST_1
     )
+    group.add_argument("--sign", metavar="KEY.pem", help="sign them, and resume from signed ones alone")
+    group.add_argument("--trust", metavar="PUBLIC.pem", help="resume also from those that these keys have signed")
 
 
 def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettings) -> None:

@@ -101,6 +101,10 @@ class WorkerEnvironment:
     """In which share of the steps another worker computes one virtual node again."""
     checkpoint_memory: bool = False
     """Whether the only worker of a job keeps a copy of the state in the coordinator's memory."""
+    sign: Path | None = None
+    """The private key that signs checkpoints; ``None``: the script says."""
+    trust: Path | None = None
+    """The public keys whose checkpoints are taken; ``None``: the script says."""
     device_memory: int | None = None
     """Bytes of the device that this worker may use; ``None``: the script says."""
     host_memory: int | None = None
@@ -187,6 +191,8 @@ class WorkerEnvironment:
             on_non_finite=_choice(names.ENV_ON_NON_FINITE, ON_NON_FINITE) or "Continue",
             verify=_share(names.ENV_VERIFY),
             checkpoint_memory=_choice(names.ENV_CHECKPOINT_MEMORY, {"1": "1", "0": "0"}) == "1",
+            sign=_path(names.ENV_SIGN),
+            trust=_path(names.ENV_TRUST),
             device_memory=device_memory,
             host_memory=host_memory,
             activations=activations,

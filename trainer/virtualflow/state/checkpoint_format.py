@@ -5,7 +5,7 @@ It is a directory ``step-00000120.1764000000000.7`` (steps and generation, see `
 and SHA-256 of the state). It appears by one rename after everything in it has reached the disk, so a writer may die at
 any instruction: readers see all of it or nothing. What the disk itself damages is found by the checksums, and an older
 checkpoint takes its place: the manifest's when checkpoints are listed, the state's when it is loaded, of the very bytes
-that are loaded.
+that are loaded. Where keys are trusted, the manifest's signature is verified before anything that it says is believed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from virtualflow.atomic_file import open_regular, read_regular
 from virtualflow.errors import ConfigurationError
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.messages import Generation
+from virtualflow.protocol.signatures import Signature, SigningKeys
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
 from virtualflow.state.checkpoint_order import Mark, VolumeFailure, complete, hidden, is_hidden, volume_error
@@ -42,6 +43,8 @@ MAX_SEALED = 64 << 20
 """Bytes of a manifest: a model of a million parameters needs less."""
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
+UNSIGNED = SigningKeys()
+"""Neither signs nor asks for a signature."""
 _OTHER_CONTENT = f"the content of {STATE} is not what was written (its SHA-256 differs)"
 
 _NATIVE = {
@@ -118,21 +121,22 @@ def find_newest(
     damaged: Collection[int] = (),
     only: Collection[Mark] | None = None,
     *,
+    keys: SigningKeys = UNSIGNED,
     patient: bool = False,
 ) -> FoundCheckpoint | None:
     """The newest checkpoint with a sound manifest and a state of its size; None where there is none.
 
     Torn and corrupt ones are skipped with an event; those of the steps that are ``damaged``, and all but ``only``
     those, without one.
-    ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
-    version of the format wrote it, or if it may not be read; who is ``patient`` gets a ``VolumeFailure``, and no older
-    one, where perhaps it can be read a moment later.
+    ConfigurationError if the newest one that can be read is of another job than ``identity``, if another version of the
+    format wrote it, if none of the trusted ``keys`` has signed it, or if it may not be read; who is ``patient`` gets a
+    ``VolumeFailure``, and no older one, where perhaps it can be read a moment later.
     """
     for mark, path in complete(directory):
         if mark.step in damaged or (only is not None and mark not in only):
             continue
         try:
-            manifest = _read_manifest(path, mark.step)
+            manifest = _read_manifest(path, mark.step, keys)
             problem = identity and identity.difference(manifest.identity)
             if problem:
                 raise ConfigurationError(
@@ -162,7 +166,12 @@ def find_newest(
 
 
 def find_by_path(
-    path: Path, on_event: Callable[[str], None], *, step: int | None = None, damaged: Collection[int] = ()
+    path: Path,
+    on_event: Callable[[str], None],
+    *,
+    step: int | None = None,
+    damaged: Collection[int] = (),
+    keys: SigningKeys = UNSIGNED,
 ) -> FoundCheckpoint | None:
     """As :func:`find_newest`, whichever job's they are.
 
@@ -173,7 +182,7 @@ def find_by_path(
     mark = Mark.read(path.resolve().name)
     directory = path if mark is None else path.resolve().parent
     marks = [each for each, _ in complete(directory) if mark in (None, each) and step in (None, each.step)]
-    return find_newest(directory, on_event, damaged=damaged, only=marks)
+    return find_newest(directory, on_event, damaged=damaged, only=marks, keys=keys)
 
 
 def tell_other_versions(manifest: Manifest, name: str, on_event: Callable[[str], None]) -> None:
@@ -257,19 +266,22 @@ def adopt(found: FoundCheckpoint, fence: Generation) -> FoundCheckpoint:
     return replace(found, mark=mark, path=path)
 
 
-def seal(manifest: Manifest) -> bytes:
-    """A manifest as JSON, so that a flipped bit in it does not pass for another job or another format."""
+def seal(manifest: Manifest, keys: SigningKeys = UNSIGNED) -> bytes:
+    """A manifest as JSON, so that a flipped bit in it does not pass for another job or another format; signed, if
+    ``keys`` do."""
     content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-    return msgspec.json.encode(_Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content)))
+    return msgspec.json.encode(_Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content), keys.sign(content)))
 
 
-def unseal(sealed: bytes, name: str) -> Manifest:
-    """What :func:`seal` made into bytes; ValueError if it is damaged, ConfigurationError if of another format."""
+def unseal(sealed: bytes, name: str, keys: SigningKeys = UNSIGNED) -> Manifest:
+    """What :func:`seal` made into bytes; ValueError if it is damaged, ConfigurationError if it is of another format, or
+    by nobody whom ``keys`` trust."""
     try:
         envelope = msgspec.json.decode(sealed, type=_Envelope)
         content = bytes(envelope.manifest)
         if hashlib.sha256(content).hexdigest() != envelope.checksum:
             raise ValueError(f"the content of {MANIFEST} is not what was written (its checksum differs)")
+        keys.verify(content, envelope.signature, name)
         version = msgspec.json.decode(content, type=_Version).format
         manifest = msgspec.json.decode(content, type=Manifest) if version == FORMAT else None
     except msgspec.MsgspecError as error:
@@ -282,8 +294,8 @@ def unseal(sealed: bytes, name: str) -> Manifest:
     return manifest
 
 
-def _read_manifest(path: Path, step: int) -> Manifest:
-    manifest = unseal(read_regular(path / MANIFEST, MAX_SEALED), f"the checkpoint {path}")
+def _read_manifest(path: Path, step: int, keys: SigningKeys) -> Manifest:
+    manifest = unseal(read_regular(path / MANIFEST, MAX_SEALED), f"the checkpoint {path}", keys)
     if manifest.step != step:
         raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -302,12 +314,14 @@ def _verify_state(path: Path, manifest: Manifest) -> None:
             raise ValueError(_OTHER_CONTENT)
 
 
-class _Envelope(msgspec.Struct, frozen=True):
+class _Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
     """``manifest.json``: a flipped bit in it must not pass for another job or another format."""
 
     checksum: str
     """SHA-256 (hex) of the manifest as it stands in the file."""
     manifest: msgspec.Raw
+    signature: Signature | None = None
+    """Of the manifest as it stands in the file, and so of the state whose checksum it tells."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -321,7 +335,14 @@ def _amount(value: int | None) -> str:
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, mark: Mark, tree: dict[str, Any], identity: JobIdentity, allow: Callable[[], None]) -> Path:
+def write(
+    directory: Path,
+    mark: Mark,
+    tree: dict[str, Any],
+    identity: JobIdentity,
+    allow: Callable[[], None],
+    keys: SigningKeys = UNSIGNED,
+) -> Path:
     """Write a checkpoint of a tree that nobody changes meanwhile; OSError or SafetensorError if that fails.
 
     ``allow`` is called at the last moment, and may raise what is to keep it from appearing.
@@ -331,7 +352,7 @@ def write(directory: Path, mark: Mark, tree: dict[str, Any], identity: JobIdenti
     directory.
     """
     final, step = directory / mark.name, mark.step
-    if final.exists() and _is_valid(final, step, identity):
+    if final.exists() and _is_valid(final, step, identity, keys):
         return final  # It is the same state, and there is no way to swap two directories.
     temporary = hidden(directory, step)
     temporary.mkdir()
@@ -342,7 +363,7 @@ def write(directory: Path, mark: Mark, tree: dict[str, Any], identity: JobIdenti
             # safetensors makes its file private; ours has the mode that the umask gave to the manifest.
             (temporary / STATE).chmod(os.fstat(manifest_file.fileno()).st_mode & 0o777)
             manifest = Manifest(FORMAT, step, identity, size, checksum, str(torch.__version__), NUMERICS)
-            manifest_file.write(seal(manifest))
+            manifest_file.write(seal(manifest, keys))
             manifest_file.flush()
             os.fsync(manifest_file.fileno())
             _sync_directory(temporary)
@@ -368,20 +389,20 @@ def _write_state(path: Path, tree: dict[str, Any]) -> tuple[int, str]:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _is_valid(path: Path, step: int, identity: JobIdentity) -> bool:
+def _is_valid(path: Path, step: int, identity: JobIdentity, keys: SigningKeys) -> bool:
     """Whether a directory is a checkpoint of this step of this job, byte for byte what was written."""
     try:
-        manifest = _read_manifest(path, step)
+        manifest = _read_manifest(path, step, keys)
         _verify_state(path, manifest)
     except (OSError, ValueError):
         return False
     return identity.difference(manifest.identity) is None
 
 
-def looks_complete(path: Path, step: int) -> bool:
+def looks_complete(path: Path, step: int, keys: SigningKeys = UNSIGNED) -> bool:
     """Whether the manifest is sound and the state has its size: cheap enough to ask after every write."""
     try:
-        return (path / STATE).stat().st_size == _read_manifest(path, step).state_size
+        return (path / STATE).stat().st_size == _read_manifest(path, step, keys).state_size
     except (OSError, ValueError):
         return False
 

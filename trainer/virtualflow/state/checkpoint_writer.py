@@ -25,6 +25,7 @@ from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.protocol.settings import CHECKPOINT_KEEP
+from virtualflow.protocol.signatures import SigningKeys
 from virtualflow.state import checkpoint_format as files
 from virtualflow.state.checkpoint_format import JobIdentity
 from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, hidden, highest_fence, volume_error
@@ -50,6 +51,9 @@ class CheckpointPolicy:
         every_steps: so many steps apart.
         every_seconds: so many seconds apart; without any interval, the library's own.
         keep: the newest ones that remain.
+        sign: the file of a private key (PEM, Ed25519 or P-256) that signs them. Then those alone are taken that it or a
+            key of ``trust`` has signed.
+        trust: the file of public keys (PEM) whose checkpoints are taken.
 
     Raises:
         ConfigurationError: there can be no such checkpoints.
@@ -59,6 +63,8 @@ class CheckpointPolicy:
     every_steps: int | None
     every_seconds: float | None
     keep: int
+    sign: Path | None
+    trust: Path | None
 
     def __init__(
         self,
@@ -66,13 +72,10 @@ class CheckpointPolicy:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = CHECKPOINT_KEEP,
+        sign: Path | str | None = None,
+        trust: Path | str | None = None,
     ) -> None:
-        try:
-            path = Path(directory).absolute()  # the script may change its working directory
-        except TypeError:
-            raise ConfigurationError(f"the directory of checkpoints is {directory!r}; it must be a path") from None
-        if directory == "":
-            raise ConfigurationError("the directory of checkpoints is empty; it must be a path")
+        path = _path(directory, "the directory")
         numbers: list[tuple[str, Any, Any, int]] = [("keep", keep, int, 1)]
         if every_steps is not None:
             numbers.append(("every_steps", every_steps, int, 1))
@@ -86,6 +89,18 @@ class CheckpointPolicy:
         object.__setattr__(self, "every_steps", every_steps)
         object.__setattr__(self, "every_seconds", every_seconds)
         object.__setattr__(self, "keep", keep)
+        object.__setattr__(self, "sign", None if sign is None else _path(sign, "sign"))
+        object.__setattr__(self, "trust", None if trust is None else _path(trust, "trust"))
+
+
+def _path(given: Path | str, what: str) -> Path:
+    try:
+        path = Path(given).absolute()  # the script may change its working directory
+    except TypeError:
+        raise ConfigurationError(f"{what} of checkpoints is {given!r}; it must be a path") from None
+    if given == "":
+        raise ConfigurationError(f"{what} of checkpoints is empty; it must be a path")
+    return path
 
 
 class _Barred(Exception):
@@ -109,6 +124,7 @@ class CheckpointWriter:
         clock: Callable[[], float],
         on_attempt: Callable[[int, str | None], None],
         doubt: int = 0,
+        keys: SigningKeys = files.UNSIGNED,
     ) -> None:
         self.failure: str | None = None
         """Why the last write failed and what to do; None if it succeeded."""
@@ -123,6 +139,7 @@ class CheckpointWriter:
         self._policy = policy
         self._doubt = doubt
         self._identity = identity
+        self._keys = keys
         self._on_event = on_event
         self._clock = clock
         self._on_attempt = on_attempt
@@ -209,7 +226,7 @@ class CheckpointWriter:
             directory.mkdir(parents=True, exist_ok=True)
             if not self._tidy:
                 self._remove_leftovers()
-            files.write(directory, mark, tree, self._identity, lambda: self._allow(mark))
+            files.write(directory, mark, tree, self._identity, lambda: self._allow(mark), self._keys)
             failure = None
         except _Barred as error:
             barred, failure = True, f"the checkpoint of step {step} was not written to {directory}: {error}"
@@ -262,7 +279,7 @@ class CheckpointWriter:
             return
 
         def looks_complete(mark: Mark) -> bool:
-            return files.looks_complete(paths[mark], mark.step)
+            return files.looks_complete(paths[mark], mark.step, self._keys)
 
         for mark in choose_doomed(paths, written, self._policy.keep, looks_complete, self._doubt):
             # Hidden first: deleting takes time, and nobody should find half a checkpoint meanwhile.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -13,7 +13,16 @@ from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, MAX_TEXT, STOP_GRACE
-from virtualflow.state.checkpoint_format import FoundCheckpoint, JobIdentity, adopt, find_newest, load, skipped
+from virtualflow.protocol.signatures import SigningKeys
+from virtualflow.state.checkpoint_format import (
+    UNSIGNED,
+    FoundCheckpoint,
+    JobIdentity,
+    adopt,
+    find_newest,
+    load,
+    skipped,
+)
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark, VolumeFailure, complete, highest_fence, volume_error
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 from virtualflow.state.memory_copies import MemoryCopies
@@ -36,15 +45,16 @@ def choose_policy(
     if every_steps is None and every_seconds is None:
         every_seconds = CHECKPOINT_SECONDS
     keep = environment.checkpoint_keep or (policy.keep if policy else CHECKPOINT_KEEP)
-    return CheckpointPolicy(directory, every_steps, every_seconds, keep)
+    sign = environment.sign or (policy.sign if policy else None)
+    trust = environment.trust or (policy.trust if policy else None)
+    return CheckpointPolicy(directory, every_steps, every_seconds, keep, sign, trust)
 
 
 def policy_of_run(policy: CheckpointPolicy, run: int, former: Sequence[Path | None]) -> CheckpointPolicy:
     """The policy of a run of the script: a directory that a ``former`` run has used already gets one inside for it."""
     if not any(known is not None and known == policy.directory for known in former):
         return policy
-    directory = policy.directory / f"run-{run}"
-    return CheckpointPolicy(directory, policy.every_steps, policy.every_seconds, policy.keep)
+    return replace(policy, directory=policy.directory / f"run-{run}")
 
 
 Kind = Literal["checkpoint", "checkpoint-failed", "warning", "info"]
@@ -87,6 +97,9 @@ class Checkpointer:
             is told, and an error only for who has to begin from it.
         volume: how long that one, and who sets checkpoints aside, waits for a volume that fails just now.
         only_reads: whether nothing there is to be changed: the run that wrote it is over.
+
+    Raises:
+        ConfigurationError: a key cannot be read; or there is no way to write there, and nobody has the state already.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class Checkpointer:
         self._directory = "" if policy is None else str(policy.directory)[:MAX_TEXT]
         self._identity = identity
         self._joins = joins
+        self._keys = UNSIGNED if policy is None else _open_keys(policy, writes=not only_reads)
         self._volume = volume or VolumeSettings()
         self._tell = tell
         self._report = report
@@ -127,7 +141,9 @@ class Checkpointer:
         """Whether the directory could not be written to at first: who is to begin from it tries again."""
         self._writer: CheckpointWriter | None = None
         if policy is not None and not only_reads:
-            self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted, doubt)
+            self._writer = CheckpointWriter(
+                policy, identity, self._say, time.monotonic, self._attempted, doubt, self._keys
+            )
             try:
                 self._writer.check_writable()
             except ConfigurationError as error:
@@ -189,7 +205,8 @@ class Checkpointer:
         """The checkpoint or copy that this worker could begin from, by its manifest; ``NO_CHECKPOINT``: there is none.
 
         Raises:
-            ConfigurationError: it is another job's, or the directory cannot be read or written to.
+            ConfigurationError: it is another job's, no trusted key has signed it, or the directory cannot be read or
+                written to.
             Evicted: a newer generation has written or begun there.
         """
         if self._untried and self._writer is not None:
@@ -206,7 +223,7 @@ class Checkpointer:
 
     def _find_newest(self, directory: Path) -> FoundCheckpoint | None:
         def find(patient: bool) -> FoundCheckpoint | None:
-            return find_newest(directory, self._say, self._identity, self._damaged, patient=patient)
+            return find_newest(directory, self._say, self._identity, self._damaged, keys=self._keys, patient=patient)
 
         try:
             return self._persist(lambda: find(patient=True))
@@ -366,6 +383,16 @@ class Checkpointer:
 
     def _say(self, text: str) -> None:
         self._tell("checkpoint-failed" if self.failure == text else "warning", text)
+
+
+def _open_keys(policy: CheckpointPolicy, writes: bool) -> SigningKeys:
+    keys = SigningKeys.read(policy.sign, policy.trust)
+    if writes and keys.trusted and keys.private is None:
+        raise ConfigurationError(
+            "checkpoints are to be signed by a key that is trusted (--trust), and this job does not sign its own, so "
+            "it could not go on from them; give it a key, too (--sign)"
+        )
+    return keys
 
 
 def _set_aside(directory: Path, agreed: int) -> int:
