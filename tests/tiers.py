@@ -19,7 +19,7 @@ signals and ends. These go the whole way through the command line (*: in ``make 
 | jobs/test_jobs: three workers | the bits of one worker, every sample once |
 | jobs/test_jobs: resized up and down | announced changes repeat nothing, survivors stay |
 | jobs/test_jobs: all that can happen | SIGTERM, SIGKILL, SIGSTOP, no coordinator: a step repeated at most |
-| jobs/test_jobs: the loss of all; without checkpoints * | the newest checkpoint counts; without, it starts anew and says so |
+| jobs/test_jobs: the loss of all; without checkpoints * | the newest counts, or it starts anew and says so |
 | jobs/test_jobs: a transformer; seven virtual nodes * | the same bits for other models and divisions |
 | jobs/test_jobs: a manifest | it trains like its script |
 | launcher/test_library_satellites * | interpreters of their own, in which nothing is shared by a fork |

@@ -181,6 +181,7 @@ async def test_the_policy_lets_the_operator_do_its_work_and_nothing_beside_it(cl
         await remove(cluster)
 
 
+@pytest.mark.slow
 @with_helm
 @on_the_real
 async def test_what_others_have_made_is_not_the_operators_to_change_or_delete(cluster: Cluster) -> None:

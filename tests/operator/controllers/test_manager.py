@@ -234,6 +234,7 @@ def test_a_deleted_pod_is_drained_and_no_step_is_repeated(tmp_path: Path) -> Non
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "announcement",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kubelet import NODES as NODE_NAMES
 from queue_stage import QUICK_POLICY, add_queue, queue, queued, ready
 from stage import Stage, play
@@ -82,6 +83,7 @@ def test_a_better_kind_is_moved_to_without_a_repeated_step_but_not_by_a_bitwise_
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_leader_that_comes_anew_goes_on_with_what_the_statuses_say(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_kinds(stage, node_a="slow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kubelet import NODES as NODE_NAMES
 from queue_stage import QUICK_POLICY, add_queue, given, queue, queued, shares
 from stage import NAMESPACE, Stage, play
@@ -44,6 +45,7 @@ def test_the_minimum_is_made_for_on_demand_nodes_and_the_rest_for_spot_ones(tmp_
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_workers_that_find_no_node_are_withdrawn_and_others_get_their_share(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)

@@ -16,6 +16,7 @@ from virtualflow_operator.constants import WORKER
 from virtualflow_operator.k8s.client import NODES, PODS, QUEUES, Object
 
 
+@pytest.mark.slow
 def test_shares_follow_the_weights_as_jobs_come_and_go(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)

@@ -106,6 +106,7 @@ def test_a_job_that_is_deleted_while_it_starts_leaves_nothing(tmp_path: Path) ->
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreground", [False, True], ids=["in the background", "in the foreground"])
 def test_the_workers_of_a_deleted_job_leave_together_and_wait_for_nobody(tmp_path: Path, foreground: bool) -> None:
     async def story(stage: Stage) -> None:

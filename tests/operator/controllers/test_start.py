@@ -8,6 +8,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
 from fake_api import Fault
 from running import COMMAND, write_kubeconfig
 from stage import KEY, TOKEN, Stage, play
@@ -15,6 +16,7 @@ from stage import KEY, TOKEN, Stage, play
 from virtualflow_operator.k8s.client import JOBS, PODS
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_ends_the_operator_with_a_sentence(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         (tmp_path / "key").write_text(KEY)

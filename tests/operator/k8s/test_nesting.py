@@ -146,6 +146,7 @@ def deep_job(stage: Stage, name: str) -> None:
     stage.change(name, workerGroups=groups, coordinator=coordinator, checkpoint={"volume": volume})
 
 
+@pytest.mark.slow
 def test_a_deep_job_is_answered_by_its_condition_and_disturbs_no_other(tmp_path: Path) -> None:
     def answered(stage: Stage, name: str) -> bool:
         progressing = stage.condition(name, "Progressing")

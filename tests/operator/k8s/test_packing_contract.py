@@ -138,6 +138,7 @@ async def test_a_job_lodges_with_another_and_gets_its_devices_when_that_ends(clu
     assert "Traceback (most recent" not in operator.output()
 
 
+@pytest.mark.slow
 @on_the_real
 async def test_a_namespace_with_pod_security_refuses_the_turn_servers_directory(cluster: Cluster) -> None:
     await cluster.api.patch(NAMESPACES, None, cluster.namespace, {"metadata": {"labels": BASELINE}})

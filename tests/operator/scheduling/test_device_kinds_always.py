@@ -44,6 +44,7 @@ def test_capacity_of_each_kind_limits_minimums_and_maximums_hold(
     assert complaint_of_kinds(jobs, decide(name, jobs, kinds, told), kinds) == ""
 
 
+@pytest.mark.slow
 @EVERY
 @given(queue=queues_with_kinds(), told=settings, random=st.randoms())
 def test_the_order_of_the_jobs_and_kinds_does_not_matter(
@@ -65,6 +66,7 @@ def test_nothing_changes_when_nothing_changed(name: str, queue: Queue, told: Sch
     assert again == first
 
 
+@pytest.mark.slow
 @EVERY
 @given(queue=queues_with_kinds(), told=settings, times=st.lists(st.floats(0.1, 1_000.0), min_size=1, max_size=5))
 def test_nothing_changes_between_the_moments_that_are_announced(

@@ -31,6 +31,7 @@ def test_capacity_limits_minimums_and_maximums_hold(name: str, queue: Queue, tol
     assert complaint(jobs, POLICIES[name](NOW, jobs, capacity, told), capacity) == ""
 
 
+@pytest.mark.slow
 @EVERY
 @FEWER
 @given(queue=queues(), told=settings, random=st.randoms())
@@ -41,6 +42,7 @@ def test_the_order_of_the_jobs_does_not_matter(name: str, queue: Queue, told: Sc
     assert POLICIES[name](NOW, jobs, capacity, told) == POLICIES[name](NOW, shuffled, capacity, told)
 
 
+@pytest.mark.slow
 @EVERY
 @FEWER
 @given(queue=queues(), told=settings)

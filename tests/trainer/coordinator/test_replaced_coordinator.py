@@ -157,6 +157,7 @@ def test_curves_goodput_and_events_go_on_after_the_coordinator_was_killed(
     wait_for(through)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_knows_no_records_takes_over_all_the_same(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:

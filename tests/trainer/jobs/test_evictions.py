@@ -88,6 +88,7 @@ def test_a_clean_job_is_not_disturbed_by_checks(
     assert job.status().lost == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "exchange"), [("holder", "early"), ("checker", ""), nightly("checker", "early"), nightly("holder", "")]
 )

@@ -95,6 +95,7 @@ def test_digits_gives_the_same_bits_while_all_certificates_change_every_second(
     assert int(renewed[1]) >= 2
 
 
+@pytest.mark.slow
 def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: Finished, tmp_path: Path) -> None:
     finished = run_job(
         tmp_path, "--virtual-nodes", "8", "--workers", "3", "--schedule", "25:all",
@@ -145,6 +146,7 @@ def test_a_transformer_with_a_scheduler_gives_the_same_bits(tmp_path: Path) -> N
     check_changes(disturbed)
 
 
+@pytest.mark.slow
 def test_a_manifest_trains_like_the_script(undisturbed: Finished, tmp_path: Path) -> None:
     manifest = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
     (container,) = manifest["spec"]["workerGroups"][0]["template"]["spec"]["containers"]

@@ -125,6 +125,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "error"), CASES)
 def test_a_run_alone_leaves_nothing(arguments: tuple[Any, ...], error: str, tmp_path: Path, usual: None) -> None:
     train()  # what is opened once and for all
@@ -133,6 +134,7 @@ def test_a_run_alone_leaves_nothing(arguments: tuple[Any, ...], error: str, tmp_
     assert found == {"changed": {}, "files": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "error"), CASES[:3])
 def test_a_job_leaves_nothing_in_its_workers(
     arguments: tuple[Any, ...], error: str, tmp_path: Path, start_job: Callable[..., ElasticJob]

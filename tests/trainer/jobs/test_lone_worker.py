@@ -48,6 +48,7 @@ def copied_step(job: ElasticJob) -> int:
     return copy.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saved", [pytest.param(False, id="no disk", marks=pytest.mark.nightly), pytest.param(True, id="an older disk")]
 )

@@ -76,6 +76,7 @@ def train(directory: str = "", steps: int = STEPS, **changed: Any) -> Any:
     return trained(run, model, optimizer, (metrics, scheduler.state_dict()["last_epoch"], scaler.state_dict())), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [nightly(0, 3), (2, 0), (3, 2), nightly(1, 4)], ids=str)
 def test_it_goes_on_with_other_workers(
     before: int, after: int, tmp_path: Path, start_job: Callable[..., ElasticJob]
@@ -116,6 +117,7 @@ def test_a_job_whose_workers_all_died_goes_on_from_its_checkpoint(
     assert min(seen[0] for _, seen in results) == newest + 1
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_a_checkpoint_of_the_same_step_everywhere(
     tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
@@ -178,6 +180,7 @@ def test_workers_refuse_the_checkpoint_of_another_job_too(tmp_path: Path, start_
     assert any("virtual nodes" in outcome.text for outcome in outcomes.values()), outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["iterdir", "open"])
 def test_a_worker_joins_whose_checkpoint_directory_cannot_be_used(
     tmp_path: Path, start_job: Callable[..., ElasticJob], broken: str
@@ -201,6 +204,7 @@ def test_workers_that_are_to_begin_from_a_directory_say_why_they_cannot(
     assert any(said in outcome.text and "Permission denied" in outcome.text for outcome in outcomes), outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["iterdir", "open", "rename"])
 def test_workers_that_begin_while_a_volume_fails_wait_for_it(
     tmp_path: Path, start_job: Callable[..., ElasticJob], broken: str

@@ -82,6 +82,7 @@ def assigned(status: http_api.Status, worker: str) -> int:
     return next((one.last - one.first for one in status.workers if one.worker == worker), 0)
 
 
+@pytest.mark.slow
 def test_a_straggler_loses_load_gets_it_back_and_changes_no_bits(
     start_job: Callable[..., ElasticJob], tmp_path: Path, work: Path
 ) -> None:

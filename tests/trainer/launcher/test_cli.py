@@ -345,6 +345,7 @@ def test_nothing_outlives_a_runner_that_is_killed(command_line: CommandLine) -> 
     assert (code, "no job is running" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_running_job_is_found_scaled_and_stopped(command_line: CommandLine) -> None:
     script = command_line.script("sleep.py", SLEEPING)
     process = command_line.start("run", "--workers", "1", "--name", "nap", script, interpreter=True)
@@ -411,6 +412,7 @@ def _options(pace: float = 0.0, steps: int = 12, fail_at: int = 0) -> list[str]:
     return [str(steps), str(pace), str(fail_at)]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_report_and_an_audit_and_prints_once(command_line: CommandLine) -> None:
     script = command_line.script("train.py", TRAINING)
     code, out, err = command_line.run("run", "--workers", "1", "--report", "one.json", script, *_options())

@@ -61,6 +61,7 @@ def test_a_training_through_a_kill_and_a_resize_comes_to_the_same_bits_without_t
     assert found == run_job(tmp_path, "--workers", "1", *SCRIPT).report["digest"]
 
 
+@pytest.mark.slow
 def test_a_command_that_needs_one_says_so(installed: Path, disturbed: Path) -> None:
     ended = run(["report", str(disturbed)], installed)
     assert (ended.returncode, ended.stderr) == (

@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "wanted", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_what_are_no_blocks_is_refused(build: Any, wanted: Any, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):

@@ -102,6 +102,7 @@ def test_any_plan_gives_the_bits_of_the_run_without_one(name: str, actions: str)
     assert executor.ledger.copies.ring.used == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @given(st.lists(st.sampled_from("ksrjf"), min_size=5, max_size=5), st.integers(1, 2), st.booleans())
 @settings(max_examples=5, deadline=None)

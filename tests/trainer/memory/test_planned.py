@@ -62,6 +62,7 @@ def profile_of(name: str) -> Profile:
     return made.profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("share", "copies"),

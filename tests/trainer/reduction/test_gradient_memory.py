@@ -75,6 +75,7 @@ def test_alone_there_is_one_gradient_for_each_level_of_the_tree() -> None:
         assert max(v.bit_count() for v in range(8)) == log2(8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "sums"), [(2, [1, 1]), (4, [1, 1, 1, 1]), (3, [2, 2, 1])], ids=["halves", "quarters", "unaligned"]
 )

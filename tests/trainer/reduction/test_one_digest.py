@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,6 +294,7 @@ def trainings(draw: st.DrawFn) -> tuple[Training, list[Turn]]:
     return training, turns
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(trainings(), st.integers(0, 1 << 16))
 def test_every_schedule_trains_to_one_digest_through_kills_and_joins(

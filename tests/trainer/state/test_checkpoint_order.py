@@ -100,6 +100,7 @@ def worker(disk: set[Mark], generation: Generation, from_memory: int | None, kee
             yield False
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     starts=st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=2, max_size=4),

@@ -186,6 +186,7 @@ def train(victim: str = "", number: int = 0, how: str = "", checkpoints: Path | 
     return trained(run, model, optimizer, dict(run.metrics))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "how"),
     [

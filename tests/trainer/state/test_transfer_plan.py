@@ -58,6 +58,7 @@ COLLECTIVES = pytest.mark.parametrize(
 """Which of a worker's collectives fails; exchanges that begin during the backward pass take more of them."""
 
 
+@pytest.mark.slow
 @COLLECTIVES
 def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_others(
     exchange: str, numbers: range, start_job: Callable[..., ElasticJob]

@@ -358,6 +358,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_all_ways_to_step_come_to_one_model(options: Callable[[], dict[str, Any]]) -> None:
     """Of five steps, with exchanges that begin early; on the host gradients are nothing before they have arrived."""

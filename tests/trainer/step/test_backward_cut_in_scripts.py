@@ -84,6 +84,7 @@ def test_an_identity_that_a_checkpoint_and_all_members_share(tmp_path: Path) -> 
         enter(workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options", "sentence"),
     [

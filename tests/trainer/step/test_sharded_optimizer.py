@@ -152,6 +152,7 @@ COLLECTIVES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @COLLECTIVES
 def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_others(
     exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
@@ -186,6 +187,7 @@ CHANGES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "changes"), CHANGES)
 def test_shares_move_when_members_change(
     workers: int, changes: list[Change], start_job: Callable[..., ElasticJob]
@@ -203,6 +205,7 @@ DOMINANT = 500
 """Elements of the last layer: cut at multiples of 16, it is spread over all workers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "clip", "exchange", "make", "changes"),
     [
@@ -241,6 +244,7 @@ def test_a_dominant_parameter_is_cut_and_makes_the_bits_of_a_whole(
     check(job.results(), reference)
 
 
+@pytest.mark.slow
 def test_a_collective_breaks_while_a_dominant_parameter_is_stepped(start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(train, "", 0, "", 0.5, False, 4, DOMINANT)
     for number in (16, 32):
@@ -248,6 +252,7 @@ def test_a_collective_breaks_while_a_dominant_parameter_is_stepped(start_job: Ca
         check(start_job(train, *arguments, workers=3, environment={EXCHANGE: "late"}).results(), reference)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_slices_is_read_by_another_number_of_workers(
     tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
@@ -288,6 +293,7 @@ def count_memory() -> list[int]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [nightly(2), 4])
 def test_a_worker_keeps_its_share_twice_whatever_the_largest_parameter_is(
     workers: int, start_job: Callable[..., ElasticJob]
@@ -319,6 +325,7 @@ def fail_at_the_hand_over(victim: str, when: str) -> Trained:
     return train(steps=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "when"),
     [
@@ -340,6 +347,7 @@ def test_one_more_may_be_lost_where_others_leave(victim: str, when: str, start_j
     check(job.results(), reference)
 
 
+@pytest.mark.slow
 def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding(
     tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:

@@ -94,6 +94,7 @@ def spread(workers: list[Worker], shares: Shares) -> None:
                     other.parameters[place].detach().view(-1)[begin:end] = value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), checkpoints=st.lists(st.booleans(), min_size=5))
 def test_shares_that_are_cut_anew_make_the_bits_of_a_whole(

@@ -290,6 +290,7 @@ def test_any_operation_of_the_entry_of_joiners_may_break(
         run(make, clip, fault, None, None)
 
 
+@pytest.mark.slow
 @KINDS
 @LOST
 def test_any_operation_of_the_step_behind_it_may_break(make: str, clip: float | None, victims: int, lost: bool) -> None:

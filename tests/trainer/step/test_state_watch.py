@@ -391,6 +391,7 @@ def training(directory: str, victim: str = "", at: int = 0, sharded: bool = Fals
     return trained(run, model, optimizer, metrics)
 
 
+@pytest.mark.slow
 def test_a_job_that_comes_apart_ends_and_goes_on_from_the_last_state_that_was_equal(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:
@@ -415,6 +416,7 @@ def test_a_job_that_comes_apart_ends_and_goes_on_from_the_last_state_that_was_eq
     assert start_job(training, str(tmp_path), workers=2).results() == [alone(training, "")] * 2
 
 
+@pytest.mark.slow
 def test_a_job_whose_keepers_come_apart_ends_and_names_both(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:

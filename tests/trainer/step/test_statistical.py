@@ -129,6 +129,7 @@ def check_audit(directory: Path) -> None:
         assert sorted(seen) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [

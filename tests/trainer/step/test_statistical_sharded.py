@@ -87,6 +87,7 @@ def test_all_end_with_one_model_that_is_a_bitwise_jobs_but_for_rounding(
         assert min(result.more["kept"]) < len(list(model_of("batch norm").parameters())), "states were shared out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clip", "exchange"), [(0.5, "early"), nightly(None, "late"), nightly(None, "early"), nightly(0.5, "late")]
 )
@@ -107,6 +108,7 @@ def test_a_drain_a_kill_and_a_join_change_nothing_but_rounding(
     check_audit(tmp_path / "audit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "numbers"),
     [("killed", (11,)), ("broke", (16,)), nightly("killed", (7, 16, 22, 29)), nightly("broke", (7, 11, 22, 29))],
@@ -118,6 +120,7 @@ def test_a_collective_breaks_anywhere(how: str, numbers: tuple[int, ...], start_
         check(job.results(), 0.5)
 
 
+@pytest.mark.slow
 def test_after_the_loss_of_all_other_workers_resume_from_the_checkpoint(tmp_path: Path, start_job: StartJob) -> None:
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}
     job = start_job(sharded, None, workers=4, hold=7, environment=environment)

@@ -304,6 +304,7 @@ def train(steps: int, recorded: Path | None = None, sealed: bool = False) -> Tra
     return trained(run, model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plaintext"])
 def test_a_sniffer_finds_neither_gradients_nor_state_in_a_sealed_job_of_the_same_bits(
     start_job: Callable[..., ElasticJob], tmp_path: Path, sealed: bool

@@ -165,6 +165,7 @@ def test_a_wrong_token_is_one_line(script: Path, tmp_path: Path) -> None:
         coordinator.communicate(timeout=30)
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_another_job_are_refused_and_kept(script: Path, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
 
@@ -197,6 +198,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(script: Path, small_disk: Path, tmp_path: Path) -> None:
     report, directory = tmp_path / "report.json", small_disk / "checkpoints"
     finished = virtualflow_run(

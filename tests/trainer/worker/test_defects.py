@@ -71,6 +71,7 @@ def spoiled(part: str) -> None:
     train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["the builder of communicators", "the connection"])
 def test_a_defect_behind_the_training_ends_it(part: str, start_job: Callable[..., ElasticJob]) -> None:
     job = start_job(spoiled, part, workers=2, hold=2)

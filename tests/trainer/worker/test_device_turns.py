@@ -80,6 +80,7 @@ def undisturbed(tmp_path: Path) -> Trained:
     return found
 
 
+@pytest.mark.slow
 def test_jobs_that_share_a_device_compute_one_at_a_time_and_to_the_same_bits(
     start_job: Callable[..., ElasticJob], tmp_path: Path, undisturbed: Trained
 ) -> None:
@@ -102,6 +103,7 @@ def test_jobs_that_share_a_device_compute_one_at_a_time_and_to_the_same_bits(
         assert before.job == after.job or before.end <= after.begin, "two jobs computed at the same time"
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_its_turn_holds_up_nobody(
     start_job: Callable[..., ElasticJob], tmp_path: Path, undisturbed: Trained
 ) -> None:

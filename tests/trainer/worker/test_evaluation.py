@@ -78,6 +78,7 @@ def evaluate_each_epoch(shape: str, victim: str = "", fatal_call: int = 0, drain
     return trained(run, model, optimizer, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "workers"),
     [("a tensor", 4), ("a tuple", 2), ("a dict of a list", 2), *(nightly(each, n) for each in SHAPES for n in (3, 5))],
@@ -91,6 +92,7 @@ def test_rows_come_in_dataset_order_on_any_number_of_workers(
     assert start_job(evaluate_each_epoch, shape, workers=workers).results() == [reference] * workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fatal_call", [1, 5, 19, *map(nightly, (4, 7, 18, 24))], ids=lambda call: f"call {call}")
 def test_a_worker_killed_during_an_evaluation_does_not_show(
     fatal_call: int, start_job: Callable[..., ElasticJob]
@@ -101,6 +103,7 @@ def test_a_worker_killed_during_an_evaluation_does_not_show(
     assert results == [reference] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fatal_call", [1, 6, *map(nightly, (5, 20))], ids=lambda call: f"call {call}")
 def test_a_worker_drained_during_an_evaluation_leaves_in_it(
     fatal_call: int, start_job: Callable[..., ElasticJob]
@@ -166,6 +169,7 @@ def misplaced(where: str) -> None:
             look()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [

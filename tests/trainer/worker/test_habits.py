@@ -84,6 +84,7 @@ def named(script: Callable[..., Any]) -> str:
     return script.__name__.replace("_", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EQUAL, ids=named)
 def test_it_gives_the_same_bits(script: Callable[[], Any], start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(script)

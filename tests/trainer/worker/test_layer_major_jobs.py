@@ -95,6 +95,7 @@ def test_the_device_never_holds_more_than_a_quarter_of_the_model(monkeypatch: py
     assert carriers[0].weight_bytes == 2 * (2 * whole - last)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_through_a_kill_and_a_join_beside_workers_in_the_ordinary_order(
     start_job: Callable[..., ElasticJob],
 ) -> None:

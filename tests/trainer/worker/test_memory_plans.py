@@ -120,6 +120,7 @@ def test_a_budget_that_is_too_small_is_said_with_what_would_do(activations: str,
         train(vf.Memory("10KiB", activations=activations))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "activations", "report"),
     [

@@ -28,6 +28,7 @@ def _silence() -> Iterator[None]:
     logger.setLevel(former)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 21))])
 def test_there_is_one_lineage_whatever_happens(number: int) -> None:

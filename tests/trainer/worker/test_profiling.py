@@ -243,6 +243,7 @@ def test_sizes_that_cannot_be_are_refused(arguments: Any, sentence: str) -> None
         sizes_to_measure(*arguments)
 
 
+@pytest.mark.slow
 def test_workers_tell_what_fits_and_warn_of_the_rest(
     tmp_path: Path, start_job: Callable[..., ElasticJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:

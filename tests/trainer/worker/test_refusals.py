@@ -286,6 +286,7 @@ def test_alone_it_is_refused(script: Callable[[], None], kind: type[Exception], 
     train(model, sgd(model), steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "kind", "sentence"), [pytest.param(*case, id=named(case[0])) for case in TOGETHER])
 def test_among_workers_it_ends_the_job(
     script: Callable[[], None],

@@ -34,6 +34,7 @@ def train(victim: str) -> Trained:
     return trained(run, model, optimizer, dict(step.metrics), computed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "exchange"),
     [("worker-1", "early"), nightly("worker-0", "early"), nightly("worker-3", "behind"), nightly("worker-2", "")],

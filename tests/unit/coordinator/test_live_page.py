@@ -205,6 +205,7 @@ def test_a_page_gets_everything_once_and_then_what_has_changed() -> None:
     with_server(story, settings(interval=0.01))
 
 
+@pytest.mark.slow
 def test_however_large_the_job_the_view_is_small() -> None:
     async def story(server: Server) -> None:
         fill(server.state, 64, 1_000, 10_000)

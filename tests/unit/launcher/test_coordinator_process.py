@@ -134,6 +134,7 @@ def test_sigterm_while_the_job_stops_waits_until_all_have_been_let_go(tmp_path: 
         asyncio.run(story(child, url_of(child, tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_sigterm_or_sigint_ends_it_before_the_job_has_stopped(tmp_path: Path, number: signal.Signals) -> None:
     async def story(child: subprocess.Popen[str], url: str) -> None:

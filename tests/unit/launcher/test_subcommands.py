@@ -92,6 +92,7 @@ def test_every_number_of_the_library_has_its_range() -> None:
     assert unchecked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", ["kopf", "kubernetes", "prometheus_client"])
 def test_the_operator_without_its_requirements_says_what_to_install(absent: str) -> None:
     program = (
