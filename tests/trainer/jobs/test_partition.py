@@ -6,12 +6,10 @@ coordinator that it does not reach any more.
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import INSIDE, can_part_networks, enter, ip
 
 import programs
 from virtualflow.protocol.messages import NO_GENERATION
@@ -46,40 +45,6 @@ with vf.elastic(model, optimizer, data, batch_size=16, steps=STEPS, virtual_node
         if run.leader:
             print("led", *run.fence, step.number, flush=True)
 """
-CLONE_NEWNET = 0x40000000
-INSIDE = f"""
-import ctypes, os, runpy, sys
-namespace, what = sys.argv[1:3]
-with open(namespace) as handle:
-    if ctypes.CDLL(None).setns(handle.fileno(), {CLONE_NEWNET}) != 0:
-        sys.exit(f"cannot enter {{namespace}}")
-if what == "-m":
-    sys.argv[:] = sys.argv[3:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-else:
-    sys.argv[:] = sys.argv[2:]
-    runpy.run_path(what, run_name="__main__")
-"""
-"""What a program does first that runs within a network namespace."""
-
-
-def can_part_networks() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    made = subprocess.run(["ip", "netns", "add", f"vf-probe-{os.getpid()}"], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", f"vf-probe-{os.getpid()}"], capture_output=True, check=False)
-    return made.returncode == 0
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def enter(namespace: str) -> None:
-    """Move this thread, and no other one, into a network namespace."""
-    with Path("/run/netns", namespace).open() as handle:
-        if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def call(path: str, body: str) -> dict[str, Any]:
