@@ -23,7 +23,7 @@ from virtualflow.protocol.identity import Identity, write_identity
 from virtualflow.protocol.settings import SignalSettings
 
 JOB = "job-a"
-HOUR = 3_600.0
+HOUR, DAY = 3_600.0, 86_400.0
 
 
 @dataclass
@@ -104,9 +104,11 @@ class Guarded:
 
 
 @contextlib.asynccontextmanager
-async def guarded(folder: Path) -> AsyncIterator[Guarded]:
+async def guarded(folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Guarded]:
+    """A coordinator of that clock, whose own certificate counts all day."""
     job = identities(folder)
-    coordinator = CoordinatorServer(PAGE, 2, SETTINGS, identity=job.hold("coordinator", "coordinator"))
+    identity = Identity(job.issue("coordinator", "coordinator", now=time.time() - 12 * HOUR, lifetime=DAY), clock)
+    coordinator = CoordinatorServer(PAGE, 2, SETTINGS, identity=identity)
     runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None

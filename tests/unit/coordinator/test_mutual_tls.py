@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 from coordinator_server import hello, told, until
-from identities import HOUR, PAGE, QUICK, Guarded, Identities, identities, with_guarded
+from identities import HOUR, PAGE, QUICK, Guarded, Identities, guarded, identities, with_guarded
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.certificates import Role
@@ -226,6 +226,42 @@ def test_a_certificate_that_does_not_count_opens_nothing(
         assert not server.coordinator.door._strangers
 
     with_guarded(tmp_path, story)
+
+
+@pytest.mark.parametrize(("off", "said"), [(-HOUR, "is valid only from"), (2 * HOUR, "has expired at")])
+def test_a_coordinator_whose_clock_is_wrong_lets_nobody_in_and_says_to_compare_the_clocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, off: float, said: str
+) -> None:
+    async def play() -> None:
+        async with asyncio.timeout(60.0), guarded(tmp_path, lambda: time.time() + off) as server:
+            async with CoordinatorClient(server.url, server.job.hold("control", "control"), QUICK) as client:
+                with pytest.raises(CoordinatorUnreachable):
+                    await client.send(ScaleCall(3))
+            assert server.coordinator.state.wanted == 2
+            await until(lambda: not server.coordinator.door._strangers)
+
+    asyncio.run(play())
+    assert any(said in text and "compare the clocks" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("off", [HOUR, -2 * HOUR], ids=["not yet valid", "expired"])
+def test_a_coordinator_whose_certificate_is_not_valid_now_hears_nothing(tmp_path: Path, off: float) -> None:
+    async def play() -> None:
+        job, heard = identities(tmp_path), asyncio.Event()
+        moment = time.time() + off
+        coordinator = Identity(job.issue("coordinator", "coordinator", now=moment), clock=lambda: moment)
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.set()
+
+        server = await asyncio.start_server(listen, "127.0.0.1", 0, ssl=coordinator.server_context())
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, CoordinatorClient(url, job.hold("control", "control"), QUICK) as client:
+            with pytest.raises(CoordinatorUnreachable, match=r"not the coordinator of this job .*the clocks of both"):
+                await client.status()
+        assert not heard.is_set()
+
+    asyncio.run(play())
 
 
 def test_an_honest_client_of_another_job_is_told_so_before_it_says_anything(tmp_path: Path) -> None:
