@@ -18,10 +18,10 @@ from coordinator_server import hello, told, until
 from identities import HOUR, PAGE, QUICK, Guarded, Identities, guarded, identities, with_guarded
 
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.certificates import Role
+from virtualflow.protocol.certificates import Party, Role, make_key
 from virtualflow.protocol.http_api import COPY_HEADER, COPY_PATH, CopyHeader, GoneCall, ScaleCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
-from virtualflow.protocol.identity import Identity
+from virtualflow.protocol.identity import Identity, IssuedIdentity, identity_files
 from virtualflow.protocol.job_record import AGE, PATH
 from virtualflow.protocol.live_view import VIEW_PATH, view_token
 
@@ -68,6 +68,25 @@ def test_control_decides_about_ends_and_numbers(tmp_path: Path) -> None:
             async with CoordinatorClient(server.url, server.job.hold("control", "control"), QUICK) as client:
                 assert await client.send(ScaleCall(3)) == "3 workers wanted"
                 assert (await client.send(GoneCall("worker-0", "worker-0.0", "killed"))).startswith("worker-0 is gone")
+
+    with_guarded(tmp_path, story)
+
+
+def test_who_issues_its_own_identity_controls_the_job(tmp_path: Path) -> None:
+    async def story(server: Guarded) -> None:
+        made: list[float] = []
+
+        def issue(now: float) -> dict[str, bytes]:
+            made.append(now)
+            key, party = make_key(), Party(server.job.job, "control", "operator")
+            certificate = server.job.authority.issue(key.public_key(), party, now, HOUR)
+            return identity_files(key, certificate, [server.job.authority.certificate])
+
+        identity = IssuedIdentity(issue, 0.0)  # anew for each connection
+        async with CoordinatorClient(server.url, identity, QUICK) as client:
+            for workers in (2, 3):
+                assert await client.send(ScaleCall(workers)) == f"{workers} workers wanted"
+        assert len(made) > 2
 
     with_guarded(tmp_path, story)
 

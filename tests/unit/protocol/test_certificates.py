@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 from identities import HOUR, JOB, Identities, identities
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.certificates import BACKDATED, Authority, NotTrusted, Party, make_key, read_party
-from virtualflow.protocol.identity import AUTHORITIES, OWN, Identity
+from virtualflow.protocol.certificates import (
+    BACKDATED,
+    Authority,
+    NotTrusted,
+    Party,
+    derive_key,
+    make_key,
+    read_party,
+)
+from virtualflow.protocol.identity import AUTHORITIES, OWN, Identity, IssuedIdentity, identity_files
 
 NOW = 1_800_000_000.0
 KEY = make_key()
@@ -165,3 +174,45 @@ def test_nobody_else_may_read_an_identity(job: Identities) -> None:
     folder = job.issue("worker", "worker-0")
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+# --- derived and issued by whoever holds them -------------------------------------------------------------------------
+
+
+@given(st.binary(min_size=1, max_size=40), names)
+def test_a_derived_key_is_the_same_each_time_and_another_for_all_else(secret: bytes, purpose: str) -> None:
+    number = derive_key(secret, purpose).private_numbers().private_value
+    assert derive_key(secret, purpose).private_numbers().private_value == number
+    others = [derive_key(secret + b"x", purpose), derive_key(secret, purpose + "x")]
+    assert number not in {other.private_numbers().private_value for other in others}
+
+
+def test_authorities_of_one_key_are_the_same_to_others() -> None:
+    here, there = (Authority.make("ours", at, derive_key(b"k", "job-a")) for at in (NOW, NOW + HOUR))
+    assert read_party(certificate(authority=here), [there.certificate], JOB, NOW + HOUR) == WORKER
+
+
+def issued_by(authority: Authority, clock: Callable[[], float], party: Party) -> IssuedIdentity:
+    def issue(now: float) -> dict[str, bytes]:
+        key = make_key()
+        return identity_files(key, authority.issue(key.public_key(), party, now, HOUR), [authority.certificate])
+
+    return IssuedIdentity(issue, HOUR / 2, clock)
+
+
+@pytest.mark.parametrize(
+    ("moved", "renewed"),
+    [
+        pytest.param(HOUR / 4, False, id="before its time"),
+        pytest.param(HOUR / 2, True, id="in time"),
+        pytest.param(10 * HOUR, True, id="after a long sleep"),
+        pytest.param(-HOUR, True, id="the clock was set back"),
+    ],
+)
+def test_whoever_issues_its_own_identity_renews_it(moved: float, renewed: bool) -> None:
+    now = [NOW]
+    held = issued_by(OURS, lambda: now[0], WORKER)
+    first = held.newest()
+    now[0] += moved
+    assert (held.newest().certificate != first.certificate) == renewed
+    assert held.believe(certificate(at=now[0]).public_bytes(Encoding.DER)) == WORKER

@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from virtualflow.errors import VirtualFlowError
@@ -33,6 +34,10 @@ BACKDATED = 300.0
 AUTHORITY_LIFETIME = 10 * 366 * 86_400.0
 """Seconds that an authority is valid for: its key is worth nothing once its job is over, and no job lasts longer."""
 _CURVE = ec.SECP256R1()
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of that curve."""
+_DERIVED = 48
+"""Bytes that a derived key is made from."""
 
 
 class NotTrusted(VirtualFlowError):
@@ -81,6 +86,18 @@ def make_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(_CURVE)
 
 
+def derive_key(secret: bytes, purpose: str) -> ec.EllipticCurvePrivateKey:
+    """The key that belongs to a secret and a purpose: whoever has the secret can tell it, and nobody else.
+
+    Args:
+        secret: at least as hard to guess as a key.
+        purpose: what tells the keys of one secret apart.
+    """
+    derived = HKDF(hashes.SHA256(), _DERIVED, None, b"virtualflow key " + purpose.encode()).derive(secret)
+    # From 384 bits, so that no scalar is noticeably more likely than another (FIPS 186-5, A.2.1).
+    return ec.derive_private_key(int.from_bytes(derived) % (_ORDER - 1) + 1, _CURVE)
+
+
 def pem_of(*certificates: x509.Certificate) -> bytes:
     return b"".join(each.public_bytes(serialization.Encoding.PEM) for each in certificates)
 
@@ -92,14 +109,15 @@ class Authority:
         self._key, self.certificate = key, certificate
 
     @classmethod
-    def make(cls, name: str, now: float) -> Self:
-        """A new one, with a new key.
+    def make(cls, name: str, now: float, key: ec.EllipticCurvePrivateKey | None = None) -> Self:
+        """An authority, with a new certificate of its own.
 
         Args:
-            name: for people to read.
+            name: for people to read. Whoever believes two authorities finds them by it.
             now: Unix time.
+            key: its key; ``None``: a new one. All authorities of one name and key are the same to others.
         """
-        key = make_key()
+        key = make_key() if key is None else key
         subject = _subject(f"virtualflow {name}"[:64])
         usage = x509.KeyUsage(False, False, False, False, False, True, False, False, False)
         made = (

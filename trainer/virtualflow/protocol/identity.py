@@ -36,6 +36,8 @@ _LARGEST = 64 << 10
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 _LENGTH = 2
 """Bytes in front of the certificate in a signature."""
+_Stamp = tuple[tuple[int, int], ...]
+"""What tells versions of its files apart."""
 
 
 def write_identity(
@@ -46,23 +48,70 @@ def write_identity(
 ) -> None:
     """Give the process that looks into ``directory`` an identity, or a newer one in its place."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in identity_files(key, certificate, authorities).items():
+        write_whole(directory / name, content, PRIVATE)
+
+
+def identity_files(
+    key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate, authorities: Sequence[x509.Certificate]
+) -> dict[str, bytes]:
+    """The files of an identity by their names, in the order in which they are written."""
     plain = serialization.NoEncryption()
     own = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    write_whole(directory / AUTHORITIES, pem_of(*authorities), PRIVATE)
-    write_whole(directory / OWN, own + pem_of(certificate), PRIVATE)
+    return {AUTHORITIES: pem_of(*authorities), OWN: own + pem_of(certificate)}
 
 
 @dataclass(frozen=True)
 class _Held:
     """What the files said when they were read last."""
 
-    stamp: tuple[tuple[int, int], ...]
+    stamp: _Stamp
     party: Party
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
     authorities: tuple[x509.Certificate, ...]
     client: ssl.SSLContext
-    server: ssl.SSLContext
+    server: ssl.SSLContext | None
+    """``None``: it serves nobody."""
+
+
+def _hold(own: bytes, bundle: bytes, path: Path, now: float, stamp: _Stamp = (), *, serves: bool = True) -> _Held:
+    """What the files of an identity say.
+
+    Args:
+        own: the content of ``OWN``, which is also at ``path``: TLS reads it there.
+        bundle: the content of ``AUTHORITIES``.
+        serves: whether it is for a server, too.
+
+    Raises:
+        OSError, ValueError, NotTrusted: it is none that is valid now.
+    """
+    key = serialization.load_pem_private_key(own, None)
+    certificate, *_ = x509.load_pem_x509_certificates(own)
+    authorities = tuple(x509.load_pem_x509_certificates(bundle))
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("its key is none of an elliptic curve")
+    (uri,) = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+        x509.UniformResourceIdentifier
+    )
+    named = Party.read(uri)
+    party = read_party(certificate, authorities, named.job if named is not None else "", now)
+    client = _context(path, bundle, server_side=False)
+    server = _context(path, bundle, server_side=True) if serves else None
+    return _Held(stamp, party, key, certificate, authorities, client, server)
+
+
+def _context(path: Path, authorities: bytes, *, server_side: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.hostname_checks_common_name = False
+    context.load_cert_chain(path)
+    context.load_verify_locations(cadata=authorities.decode("ascii"))
+    if server_side:
+        context.num_tickets = 0  # a session that is taken up again would outlive its certificate
+    return context
 
 
 class Identity:
@@ -173,33 +222,44 @@ class Identity:
         stamp = _stamp(self._directory)  # what changes from here on is read the next time
         own = read_regular(self._directory / OWN, _LARGEST)
         bundle = read_regular(self._directory / AUTHORITIES, _LARGEST)
-        key = serialization.load_pem_private_key(own, None)
-        certificate, *_ = x509.load_pem_x509_certificates(own)
-        authorities = tuple(x509.load_pem_x509_certificates(bundle))
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError("its key is none of an elliptic curve")
-        (uri,) = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
-            x509.UniformResourceIdentifier
-        )
-        named = Party.read(uri)
-        party = read_party(certificate, authorities, named.job if named is not None else "", self._clock())
-        contexts = [self._context(server_side, bundle) for server_side in (False, True)]
-        return _Held(stamp, party, key, certificate, authorities, *contexts)
-
-    def _context(self, server_side: bool, authorities: bytes) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= ssl.VERIFY_X509_STRICT
-        context.hostname_checks_common_name = False
-        context.load_cert_chain(self._directory / OWN)
-        context.load_verify_locations(cadata=authorities.decode("ascii"))
-        if server_side:
-            context.num_tickets = 0  # a session that is taken up again would outlive its certificate
-        return context
+        return _hold(own, bundle, self._directory / OWN, self._clock(), stamp)
 
 
-def _stamp(directory: Path) -> tuple[tuple[int, int], ...]:
+class IssuedIdentity(Identity):
+    """The identity of a client that issues it to itself: in memory alone, and anew in time.
+
+    Args:
+        issue: makes its files, as :func:`identity_files` has them, for a Unix time.
+        renewal: seconds after which it is issued anew.
+        clock: Unix time.
+    """
+
+    def __init__(
+        self, issue: Callable[[float], dict[str, bytes]], renewal: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._issue, self._renewal, self._clock = issue, renewal, clock
+        self._lock = threading.Lock()
+        self._held = self._make()
+
+    def newest(self) -> _Held:
+        with self._lock:
+            if not 0 <= self._clock() - self._issued_at < self._renewal:  # or the clock was set back
+                self._held = self._make()
+            return self._held
+
+    def _make(self) -> _Held:
+        now = self._issued_at = self._clock()
+        files = self._issue(now)
+        descriptor = os.memfd_create(OWN)  # TLS takes a key from a file only
+        try:
+            os.write(descriptor, files[OWN])
+            path = Path(f"/proc/self/fd/{descriptor}")
+            return _hold(files[OWN], files[AUTHORITIES], path, now, serves=False)
+        finally:
+            os.close(descriptor)
+
+
+def _stamp(directory: Path) -> _Stamp:
     facts = [os.stat(directory / name) for name in (OWN, AUTHORITIES)]
     return tuple((fact.st_mtime_ns, fact.st_ino) for fact in facts)
 
@@ -232,7 +292,9 @@ class _Newest(ssl.SSLContext):
 
     def _present(self) -> ssl.SSLContext:
         held = self._newest()
-        return held.server if self._server is None else held.client
+        context = held.server if self._server is None else held.client
+        assert context is not None, "an identity of a client serves nobody"
+        return context
 
 
 TLS_ONLY = (
