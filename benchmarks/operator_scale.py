@@ -69,6 +69,7 @@ def job(name: str) -> Object:
         "queue": "shared",
         "virtualNodes": WORKERS,
         "maxReplicas": WORKERS,
+        "security": {"plaintext": True},  # its coordinators are stand-ins
         "workerGroups": [{"name": "workers", "template": {"spec": {"containers": [container]}}}],
     }
     metadata = {"name": name, "namespace": NAMESPACE}
@@ -253,7 +254,7 @@ async def operated(
         arguments = [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
             *(sys.executable, "-m", "virtualflow_operator", "--image=operator:test"),
-            *(f"--key-file={key}", f"--lease-namespace={NAMESPACE}"),
+            *("--allow-plaintext", f"--key-file={key}", f"--lease-namespace={NAMESPACE}"),
             *(f"--health-port={health}", f"--metrics-port={port}"),
         ]
         with kube_apiserver.running(arguments, folder / "operator.log") as process:

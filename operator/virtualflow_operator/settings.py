@@ -21,6 +21,8 @@ from virtualflow.protocol.settings import SignalSettings
 ENV_PREFIX = "VIRTUALFLOW_OPERATOR_"
 """Each flag has an environment variable: ``--log-level`` is ``VIRTUALFLOW_OPERATOR_LOG_LEVEL``."""
 
+DELIVERY = 180.0
+"""Seconds within which a kubelet gives a pod a changed Secret, with all that may delay it."""
 BACKOFF_MOST = 300.0
 """Seconds of the longest wait after a crash; no first wait is longer."""
 
@@ -274,6 +276,29 @@ class StatusSettings:
 
 
 @dataclass(frozen=True)
+class CertificateSettings:
+    """The certificates of the pods of jobs."""
+
+    lifetime: float = 43_200.0
+    """How long one is valid (``--certificate-seconds``)."""
+    renewal: float = 0.0
+    """After how long it is replaced (``--renewal-seconds``); 0: half of its life."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.renew_after <= self.lifetime - DELIVERY:
+            raise ConfigurationError(
+                f"certificates that are valid for {self.lifetime:g} s are replaced after at most "
+                f"{self.lifetime - DELIVERY:g} s, as kubelets take {DELIVERY:g} s to hand over the next ones, and not "
+                f"after {self.renew_after:g}; correct --renewal-seconds or --certificate-seconds"
+            )
+
+    @property
+    def renew_after(self) -> float:
+        """Seconds after which one is replaced."""
+        return self.renewal or self.lifetime / 2
+
+
+@dataclass(frozen=True)
 class OperatorSettings:
     """What the operator was told at start."""
 
@@ -286,9 +311,17 @@ class OperatorSettings:
     namespaces: tuple[str, ...] = ()
     """Where jobs are taken care of (``--namespaces``); empty: everywhere."""
     key_file: Path = Path("/etc/virtualflow/key/key")
-    """The operator's key, from which the jobs' tokens are derived (``--key-file``)."""
+    """The operator's key, from which the jobs' authorities and tokens are derived (``--key-file``)."""
+    other_key_file: Path = Path("/etc/virtualflow/key/other")
+    """A second one whose authorities are believed as well, while one takes the other's place (``--other-key-file``); it
+    need not be there."""
     key_id: str = ""
-    """Which key that is: in the names of the Secrets that are made by it. Found out at the start."""
+    """Which key the first one is: in the names of the Secrets that are made by it. Found out at the start."""
+    key_ids: tuple[str, ...] = ()
+    """Which keys there are, the first one first. Found out at the start."""
+    certificates: CertificateSettings = field(default_factory=CertificateSettings)
+    allow_plaintext: bool = False
+    """Whether jobs may do without certificates (``--allow-plaintext``)."""
     health_port: int = 8081
     """Of ``/healthz`` and ``/readyz`` (``--health-port``); 0: any free one."""
     metrics_port: int = 8080

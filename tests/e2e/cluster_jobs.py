@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import inspect
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import urllib3
 import yaml
-from cluster import ROOT, Cluster, Object, environment, until
+from cluster import ROOT, SYSTEM, Cluster, Object, environment, until
 
-from virtualflow_operator.constants import COORDINATOR_PORT
+from virtualflow.protocol.certificates import Party
+from virtualflow_operator.constants import IDENTITY_VOLUME
+from virtualflow_operator.controllers.issuer import Issuer
+from virtualflow_operator.settings import CertificateSettings
+
+Files = dict[str, bytes]
+"""Of an identity, by name."""
 
 TRAINER_IMAGE = environment("VIRTUALFLOW_TRAINER_IMAGE", "virtualflow-trainer:dev")
 OPERATOR_IMAGE = environment("VIRTUALFLOW_OPERATOR_IMAGE", "virtualflow-operator:dev")
@@ -88,12 +97,42 @@ def second_group(job: Object, name: str) -> Object:
     return group
 
 
+def ask(address: str, identity: Mapping[str, bytes | str] | None, token: str) -> tuple[int, str]:
+    """Ask the coordinator at an address for its status, by an identity or in plaintext with a token.
+
+    Raises:
+        TimeoutError: nobody answers.
+    """
+    import http.client
+    import math
+    import ssl
+
+    from virtualflow.protocol.identity import IssuedIdentity
+
+    connection = http.client.HTTPConnection(address, 7700, timeout=3)
+    if identity is not None:
+        files = {name: content.encode() if isinstance(content, str) else content for name, content in identity.items()}
+        context = IssuedIdentity(lambda _: files, math.inf).client_context()
+        connection = http.client.HTTPSConnection(address, 7700, timeout=3, context=context)
+    try:
+        connection.request("GET", "/v1/status", headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    except (ssl.SSLError, ConnectionError) as error:
+        return 0, str(error)
+    finally:
+        connection.close()
+
+
+ASK = "from __future__ import annotations\nfrom collections.abc import Mapping\n" + inspect.getsource(ask)
+"""The same, to be run in a pod."""
+
+
 class Job:
     """A job on the cluster."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         self.cluster, self.namespace, self.name = cluster, namespace, name
-        self._token = ""
 
     def create(self, manifest: Object | Path) -> Job:
         """Do ``kubectl apply``."""
@@ -192,52 +231,50 @@ class Job:
 
     def token(self) -> str:
         """Return the job's token, as the cluster's administrator may."""
-        if not self._token:
-            selector = f"--selector=virtualflow.dev/job={self.name}"
-            template = "go-template={{range .items}}{{.data.token | base64decode}}{{end}}"
-            self._token = self.kubectl("get", "secrets", selector, "-o", template).strip()
-        return self._token
+        selector = f"--selector=virtualflow.dev/job={self.name}"
+        template = "go-template={{range .items}}{{with .data.token}}{{. | base64decode}}{{end}}{{end}}"
+        return self.kubectl("get", "secrets", selector, "-o", template).strip()
+
+    def control(self) -> Files:
+        """Return an identity like the operator's in this job, as whoever may read the operator's key can make one."""
+        secret = self.cluster.get("secrets", SYSTEM, "virtualflow-operator-key")
+        job = self.cluster.get("vfj", self.namespace, self.name)
+        assert secret is not None
+        assert job is not None
+        issuer = Issuer([base64.b64decode(secret["data"]["key"]).strip()], CertificateSettings())
+        return issuer.files_of(Party(job["metadata"]["uid"], "control", "test"), time.time())
+
+    def identity_of(self, pod: Object) -> Files:
+        """Return the identity of one of its pods, as whoever may read Secrets of the namespace has it."""
+        (volume,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == IDENTITY_VOLUME)
+        secret = self.cluster.get("secrets", self.namespace, volume["projected"]["sources"][0]["secret"]["name"])
+        assert secret is not None
+        return {name: base64.b64decode(content) for name, content in secret["data"].items()}
 
     def coordinator_status(self) -> Object:
         """Return what its coordinator says."""
-        status, text = self.ask_coordinator(self.token())
+        status, text = self.ask_coordinator(self.control())
         assert status == 200, text
         found: Object = json.loads(text)
         return found
 
-    def ask_coordinator(self, token: str) -> tuple[int, str]:
-        """Ask its coordinator for its status with that token: HTTP status and text.
+    def ask_coordinator(self, identity: Files | None) -> tuple[int, str]:
+        """Ask its coordinator for its status, by an identity or in plaintext with the job's token: HTTP status, text.
 
-        Directly where pods can be reached from here, else from inside its pod.
+        The status is 0 where one of the two does not believe the other. Directly where pods can be reached from here,
+        else from inside its pod.
         """
-        pod = self.coordinator()
-        direct = self.ask_directly(pod["status"]["podIP"], token)
-        if direct is not None:
-            return direct
-        code = (
-            "import sys, urllib.request as r, urllib.error as e\n"
-            f"q = r.Request('http://127.0.0.1:{COORDINATOR_PORT}/v1/status')\n"
-            "q.add_header('Authorization', 'Bearer ' + sys.stdin.read().strip())\n"
-            "try: a = r.urlopen(q, timeout=5)\n"
-            "except e.HTTPError as error: a = error\n"
-            "print(a.status, a.read().decode())"
-        )
+        pod, token = self.coordinator(), self.token()
+        if not self.cluster.distant:
+            try:
+                return ask(pod["status"]["podIP"], identity, token)
+            except TimeoutError:
+                self.cluster.distant = True
+        given = None if identity is None else {name: content.decode() for name, content in identity.items()}
+        code = f"{ASK}\nimport json, sys\nprint(*ask('127.0.0.1', *json.load(sys.stdin)))"
         words = ("-n", self.namespace, "exec", "-i", pod["metadata"]["name"], "--", "python", "-c", code)
-        status, _, body = self.cluster.kubectl(*words, stdin=token).partition(" ")
+        status, _, body = self.cluster.kubectl(*words, stdin=json.dumps([given, token])).partition(" ")
         return int(status), body
-
-    def ask_directly(self, address: str, token: str) -> tuple[int, str] | None:
-        """Ask the coordinator at a pod's address; None where pods cannot be reached from here."""
-        if self.cluster.distant:
-            return None
-        try:
-            url = f"http://{address}:{COORDINATOR_PORT}/v1/status"
-            headers = {"Authorization": f"Bearer {token}"}
-            answer = urllib3.request("GET", url, headers=headers, timeout=3, retries=False)
-        except urllib3.exceptions.ConnectTimeoutError:
-            self.cluster.distant = True
-            return None
-        return answer.status, answer.data.decode()
 
     def go_fast(self) -> None:
         """Let a paced job make the rest of its steps without pauses."""

@@ -67,14 +67,19 @@ def test_the_operators_account_may_do_what_the_table_says_and_nothing_else(
         assert rights(cluster, OPERATOR, place) - anybody == table | further
 
 
-def test_a_workers_token_opens_its_own_coordinator_and_nothing_else(installed: Installed, start: Start) -> None:
+def test_an_identity_opens_what_is_its_roles_at_its_own_coordinator_and_nothing_else(
+    installed: Installed, start: Start
+) -> None:
     one, other = (start(digits(name, steps=100_000, pause=0.05, replicas=1)) for name in ("one", "other"))
     for job in (one, other):
         job.wait_training(1)
-    assert one.ask_coordinator(one.token())[0] == 200
-    assert other.ask_coordinator(one.token())[0] == 401
-    assert one.ask_coordinator(other.token())[0] == 401
-    assert one.ask_coordinator("")[0] == 401
+    worker = one.identity_of(one.workers()[0])
+    assert one.ask_coordinator(one.control())[0] == 200
+    assert other.ask_coordinator(one.control())[0] == 0
+    assert one.ask_coordinator(worker)[0] == 403, "the status is not for workers"
+    assert other.ask_coordinator(worker)[0] == 0
+    assert one.ask_coordinator(one.identity_of(one.coordinator()))[0] == 0, "a coordinator calls nobody"
+    assert one.ask_coordinator(None)[0] == 426, "without TLS the token opens nothing"
     host = installed.cluster.client.configuration.host
     authority = installed.cluster.client.configuration.ssl_ca_cert
     answer = urllib3.PoolManager(ca_certs=authority).request(

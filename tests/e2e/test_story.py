@@ -7,6 +7,7 @@ announced repeats no step; what is not repeats one at most.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -17,11 +18,12 @@ from itertools import pairwise
 
 import pytest
 from cluster import SYSTEM, Cluster, Faults, Object, until
-from cluster_jobs import Job, digits, spread
+from cluster_jobs import Files, Job, digits, spread
 from installation import Installed
 
 from conftest import SHARED
 from virtualflow.protocol.http_client import CoordinatorClient
+from virtualflow.protocol.identity import IssuedIdentity
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.constants import COORDINATOR_PORT
 
@@ -191,14 +193,14 @@ def endure_outage(job: Job, faults: Faults, seconds: float = 20) -> None:
     Where pods are out of reach from here, so is their coordinator while there is no API server: there the step is
     compared as soon as it answers again.
     """
-    address, token = job.coordinator()["status"]["podIP"], job.token()
+    address, files = job.coordinator()["status"]["podIP"], job.control()
     begun, least = job.coordinator_status()["step"], seconds * 0.25 / PAUSE
     faults.stop_apiserver()
     try:
         if job.cluster.distant:
             time.sleep(seconds)
         else:
-            told = asyncio.run(watch_steps(address, token, seconds))
+            told = asyncio.run(watch_steps(address, files, seconds))
             standstill = longest_standstill(told, seconds)
             grown = max(told.values(), default=begun) - begun
             print(
@@ -215,10 +217,11 @@ def endure_outage(job: Job, faults: Faults, seconds: float = 20) -> None:
         assert grown > least, "the training slowed down or stopped"
 
 
-async def watch_steps(address: str, token: str, seconds: float) -> dict[float, int]:
+async def watch_steps(address: str, files: Files, seconds: float) -> dict[float, int]:
     """Return what step a coordinator tells of in so long, by the seconds since the beginning; one a second."""
     begun, told = time.monotonic(), dict[float, int]()
-    client = CoordinatorClient(f"http://{address}:{COORDINATOR_PORT}", token, SignalSettings())
+    identity = IssuedIdentity(lambda _: files, math.inf)
+    client = CoordinatorClient(f"https://{address}:{COORDINATOR_PORT}", identity, SignalSettings())
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds), client:
             async for status in client.watch(1.0, brief=True):

@@ -9,21 +9,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from fake_api import FakeApi
 from trainers import Trainer, Training
 
+from virtualflow.atomic_file import PRIVATE, write_whole
 from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.identity import PAGE_TOKEN, Credential, Identity
 from virtualflow.protocol.settings import ENV_CONFIRMED_START
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
+from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, IDENTITY_VOLUME, LABEL_JOB, LABEL_ROLE
 from virtualflow_operator.k8s.client import NODES as NODE_OBJECTS
 from virtualflow_operator.k8s.client import PODS, SECRETS, SERVICES, Object
 
@@ -56,7 +60,7 @@ class _ToldCoordinator(CoordinatorServer):
 class CoordinatorPod:
     """A coordinator that listens, and what it was told."""
 
-    def __init__(self, address: str, token: str, container: Object, told: Callable[[object], None]) -> None:
+    def __init__(self, address: str, credential: Credential, container: Object, told: Callable[[object], None]) -> None:
         arguments, variables = container["args"], {x["name"]: x.get("value") for x in container["env"]}
         options = dict(zip(arguments[::2], arguments[1::2], strict=True))
         membership = MembershipSettings(
@@ -68,20 +72,26 @@ class CoordinatorPod:
         settings = CoordinatorSettings(
             membership=membership, goodbye=0.05, confirmed_start=variables.get(ENV_CONFIRMED_START) == "1"
         )
-        self.coordinator = _ToldCoordinator(token, int(options["--wanted"]), settings, int(options["--minimum"]))
+        identity = None if isinstance(credential, str) else credential
+        token = credential if isinstance(credential, str) else credential.read_beside(PAGE_TOKEN)
+        wanted, minimum = int(options["--wanted"]), int(options["--minimum"])
+        self.coordinator = _ToldCoordinator(token, wanted, settings, minimum, identity)
+        self.coordinator.state.plaintext = identity is None
         self.coordinator.told = told
         self._address, self._runner = (
             address,
             web.AppRunner(self.coordinator.application(), access_log=None, shutdown_timeout=0.05),
         )
-        self.again = lambda: CoordinatorPod(address, token, container, told)
+        self.again = lambda: CoordinatorPod(address, credential, container, told)
         """The next process in its place."""
 
     async def start(self) -> None:
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._address, COORDINATOR_PORT, reuse_address=True).start()
+        assert self._runner.server is not None
+        self._listening = await self.coordinator.door.open(self._runner.server, self._address, COORDINATOR_PORT)
 
     async def stop(self) -> None:
+        self._listening.close()
         await self.coordinator.close()
         await self._runner.cleanup()
 
@@ -111,6 +121,8 @@ class Kubelet:
         self.avoided: set[str] = set()
         """Nodes that the scheduler gives no more pods."""
         self._starting: set[str] = set()
+        self._mounts = tempfile.TemporaryDirectory(prefix="volumes-")
+        """A directory for each pod, named by its uid."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turn = 0
         for node in NODES:
@@ -126,6 +138,7 @@ class Kubelet:
         for coordinator in list(self.coordinators.values()):
             await coordinator.stop()
         await asyncio.gather(*(trainer._task for trainer in self.trainers.values()), return_exceptions=True)
+        self._mounts.cleanup()
 
     # --- what a test does to the cluster -----------------------------------------------------------------------------
 
@@ -199,10 +212,12 @@ class Kubelet:
                     self.server.set_pod(namespace, name, node=fit[self._turn % len(fit)])
         elif pod["status"]["phase"] == "Pending" and uid not in self._starting:
             stuck = pod["metadata"]["labels"][LABEL_ROLE] != COORDINATOR and _owner_name(pod) in self.unmounted
-            token = None if stuck else self._token(pod)
-            if token is not None:
+            credential = None if stuck else self._credential(pod)
+            if credential is not None:
                 self._starting.add(uid)
-                self._spawn(self._begin(pod, token))
+                self._spawn(self._begin(pod, credential))
+        elif uid in self._starting and _volumes(pod):
+            self._mount(pod)  # its Secret may be another one by now
 
     def _demanded(self, pod: Object, name: str) -> bool:
         """Whether a node has the labels that a pod's node affinity demands, if it does."""
@@ -251,7 +266,32 @@ class Kubelet:
         secret = self.server.find(SECRETS, pod["metadata"]["namespace"], reference["name"])
         return None if secret is None else base64.b64decode(secret["data"][reference["key"]]).decode()
 
-    async def _begin(self, pod: Object, token: str) -> None:
+    def _credential(self, pod: Object) -> Credential | None:
+        """How a pod is known; ``None``: what it says so by is not there yet."""
+        if not _volumes(pod):
+            return self._token(pod)
+        folder = self._mount(pod)
+        return Identity(folder) if folder is not None else None
+
+    def folder_of(self, pod: Object) -> Path:
+        """Where the identity of a pod is."""
+        return Path(self._mounts.name, pod["metadata"]["uid"])
+
+    def _mount(self, pod: Object) -> Path | None:
+        """Write the volume of a pod's identity, as a kubelet does; ``None``: a Secret of it is missing."""
+        folder = self.folder_of(pod)
+        for volume in _volumes(pod):
+            for source in volume["projected"]["sources"]:
+                secret = self.server.find(SECRETS, pod["metadata"]["namespace"], source["secret"]["name"])
+                if secret is None:
+                    return None
+                names = {item["key"]: item["path"] for item in source["secret"].get("items", ())}
+                folder.mkdir(exist_ok=True)
+                for key, content in secret["data"].items():
+                    write_whole(folder / names.get(key, key), base64.b64decode(content), PRIVATE)
+        return folder
+
+    async def _begin(self, pod: Object, credential: Credential) -> None:
         metadata, address = pod["metadata"], next(ADDRESSES)
         key, uid, job = (metadata["namespace"], metadata["name"]), metadata["uid"], metadata["labels"][LABEL_JOB]
         if metadata["labels"][LABEL_ROLE] == COORDINATOR:
@@ -260,12 +300,12 @@ class Kubelet:
                 loop = asyncio.get_running_loop()
                 container = pod["spec"]["containers"][0]
                 coordinator = CoordinatorPod(
-                    address, token, container, lambda call: self.told.append((loop.time(), place, call))
+                    address, credential, container, lambda call: self.told.append((loop.time(), place, call))
                 )
                 await coordinator.start()
                 self.coordinators[uid] = coordinator
         else:
-            self._start_trainer(pod, address, token)
+            self._start_trainer(pod, address, credential)
         here = self.server.find(PODS, *key)
         if here is not None and here["metadata"]["uid"] == uid:
             started = {"name": pod["spec"]["containers"][0]["name"], "state": {"running": {}}}
@@ -273,7 +313,7 @@ class Kubelet:
             self.server.set_pod(*key, ready=True, **fields)
         self._look(*key, uid)
 
-    def _start_trainer(self, pod: Object, address: str, token: str) -> None:
+    def _start_trainer(self, pod: Object, address: str, credential: Credential) -> None:
         metadata = pod["metadata"]
         values = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
         virtual_nodes = int(values["VIRTUALFLOW_VIRTUAL_NODES"] or 0)
@@ -286,7 +326,7 @@ class Kubelet:
             metadata["name"],
             metadata["uid"],
             address,
-            token,
+            credential,
             lambda: self._route(key, values["VIRTUALFLOW_COORDINATOR"] or ""),
             lambda code, word: self._ended(key, code, word),
         )
@@ -296,12 +336,13 @@ class Kubelet:
         namespace, name = pod
         if name in self.cut_off:
             return None
-        host = url.removeprefix("http://").rpartition(":")[0]
+        scheme, _, place = url.partition("://")
+        host = place.rpartition(":")[0]
         for service in self.server.all(SERVICES, namespace):
             if service["spec"]["clusterIP"] == host:
                 labels = ",".join(f"{key}={value}" for key, value in service["spec"]["selector"].items())
                 pods = [pod for pod in self.server.all(PODS, namespace, labels) if pod["status"].get("podIP")]
-                return f"http://{pods[0]['status']['podIP']}:{COORDINATOR_PORT}" if pods else None
+                return f"{scheme}://{pods[0]['status']['podIP']}:{COORDINATOR_PORT}" if pods else None
         return None
 
     def _finish(self, pod: Object) -> None:
@@ -342,6 +383,11 @@ class Kubelet:
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": now}
         status = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}
         self.server.set_pod(*key, ready=False, phase="Failed" if code else "Succeeded", containerStatuses=[status])
+
+
+def _volumes(pod: Object) -> list[Object]:
+    """That of its identity, if it has one."""
+    return [volume for volume in pod["spec"].get("volumes") or () if volume["name"] == IDENTITY_VOLUME]
 
 
 def _owner_name(pod: Object) -> str:

@@ -18,14 +18,15 @@ from virtualflow_operator.jobs.actions import (
     CreatePod,
     CreateService,
     DeletePod,
+    IssueIdentity,
     JobPlan,
     PointService,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
-from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
+from virtualflow_operator.jobs.template_hashes import hash_templates
 from virtualflow_operator.k8s.cache import Store
 
 
@@ -38,6 +39,7 @@ class Operator:
         self.verdict: TemplateVerdict | None = None
         self.lost_sight_at: float | None = None
         self.link: CoordinatorLink | None = None
+        self.issued: dict[str, float] = {}
         for pod in cluster.pods.values():
             self.store.put_pod(copy.deepcopy(pod))
         cluster.news.clear()
@@ -94,6 +96,7 @@ class Operator:
             link=self.link,
             verdict=self.verdict,
             admission=self.admission(),
+            issued=self.issued,
         )
         plan = reconcile(scene, cluster.now, SETTINGS)
         assert plan == reconcile(scene, cluster.now, SETTINGS), "the same makes the same plan"
@@ -157,6 +160,8 @@ class Operator:
                 assert pod is not None or not fresh, f"{action.name} exists, and that was known"
                 if pod is not None:
                     self.store.put_pod(pod)
+            case IssueIdentity(pod):
+                self.issued[pod.uid] = cluster.now
             case DeletePod():
                 cluster.delete(action.name, action.uid, 30.0 if action.grace is None else action.grace)
 

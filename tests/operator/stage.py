@@ -18,7 +18,7 @@ from rights import WITH_KUEUE, documented
 from running import OperatorProcess, write_kubeconfig
 
 from virtualflow.coordinator.status_view import describe
-from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
+from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, TOKEN_KEY, WORKER
 from virtualflow_operator.k8s.client import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
 
 T = TypeVar("T")
@@ -101,12 +101,12 @@ class Stage:
         kinds = (JOBS, PODS, SERVICES)
         await self.until(lambda: all(self.server.watches(kind) for kind in kinds))
 
-    async def replace(self, process: OperatorProcess, **changes: Any) -> OperatorProcess:
+    async def replace(self, process: OperatorProcess, *flags: str, **changes: Any) -> OperatorProcess:
         """Start a successor of a process that was killed, whose lease nobody waits for."""
         await process.ended()
         if self.server.find(LEASES, NAMESPACE, "virtualflow-operator") is not None:
             self.server.remove(LEASES, NAMESPACE, "virtualflow-operator")
-        return self.start(**changes)
+        return self.start(*flags, **changes)
 
     # --- what a user does --------------------------------------------------------------------------------------------
 
@@ -128,8 +128,9 @@ class Stage:
         return self.server.find(JOBS, NAMESPACE, name)
 
     def secret(self, name: str) -> Object:
-        """The one Secret of a job."""
-        (secret,) = self.server.all(SECRETS, NAMESPACE, f"{LABEL_JOB}={name}")
+        """The Secret with a job's token."""
+        found = self.server.all(SECRETS, NAMESPACE, f"{LABEL_JOB}={name}")
+        (secret,) = (each for each in found if TOKEN_KEY in each["data"])
         return secret
 
     def status(self, name: str) -> Object:

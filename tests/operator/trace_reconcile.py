@@ -129,7 +129,7 @@ async def trace_scale() -> tuple[Trace, list[str]]:
     """From the watch's word of a scale to what is made for it; the names of that."""
     trace, before, after, unused = Trace(), training(2), _stored(scaled().raw, "2"), None
     api: Any = _Api(after)
-    manager = Manager(SETTINGS, api, unused, b"k" * 64, Metrics(job_metrics=True), unused)  # type: ignore[arg-type]
+    manager = Manager(SETTINGS, api, unused, [b"k" * 64], Metrics(job_metrics=True), unused)  # type: ignore[arg-type]
     service = _stored(manifests.service(before.job, 0))
     service["spec"]["clusterIP"] = "10.0.0.1"
     manager.store.services.put(service)

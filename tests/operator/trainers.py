@@ -13,6 +13,7 @@ import aiohttp
 
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.identity import Credential, context_of, headers_of
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.versions import PROTOCOL
 
@@ -31,7 +32,7 @@ class Trainer:
         name: of its pod.
         incarnation: of the process; the uid of its pod.
         address: of its pod.
-        token: of the job.
+        credential: by which its coordinator knows it.
         find_coordinator: the URL behind the job's service; None: it leads nowhere just now.
         exited: called once, when it ends by itself, with its exit code and last word.
     """
@@ -42,7 +43,7 @@ class Trainer:
         name: str,
         incarnation: str,
         address: str,
-        token: str,
+        credential: Credential,
         find_coordinator: Callable[[], str | None],
         exited: Exit,
     ) -> None:
@@ -64,7 +65,7 @@ class Trainer:
         """It ignores SIGTERM."""
         self.alive = True
         self._find, self._exited = find_coordinator, exited
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._credential = credential
         self._stream: aiohttp.ClientWebSocketResponse | None = None
         self._kept: dict[type, m.FromWorker] = {}
         self._out: asyncio.Queue[m.FromWorker] = asyncio.Queue()
@@ -133,7 +134,8 @@ class Trainer:
         )
 
     async def _run(self) -> None:
-        async with aiohttp.ClientSession(headers=self._headers) as session:
+        connector = aiohttp.TCPConnector(ssl=context_of(self._credential), force_close=True)
+        async with aiohttp.ClientSession(headers=headers_of(self._credential), connector=connector) as session:
             while True:
                 url = self._find()
                 if url is not None and not self.hung:

@@ -119,7 +119,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
   verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create]
+  verbs: [create, update]
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create, patch]

@@ -2,6 +2,7 @@
 
 from virtualflow_operator.api.job import (
     AllocationStatus,
+    CertificateStatus,
     Condition,
     ConditionType,
     EndedRun,

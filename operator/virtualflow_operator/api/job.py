@@ -101,6 +101,13 @@ class Verify(ApiStruct, frozen=True):
     """In which share of the steps one virtual node is computed by a second worker."""
 
 
+class Security(ApiStruct, frozen=True):
+    """How its pods know each other."""
+
+    plaintext: bool = False
+    """Whether they do without certificates: nothing is encrypted."""
+
+
 class JobSpec(ApiStruct, frozen=True, dict=True):
     worker_groups: Annotated[tuple[WorkerGroup, ...], msgspec.Meta(min_length=1)]
     virtual_nodes: int = VIRTUAL_NODES
@@ -120,6 +127,7 @@ class JobSpec(ApiStruct, frozen=True, dict=True):
     suspend: bool = False
     on_non_finite: OnNonFinite = "Continue"
     verify: Verify | None = None
+    security: Security = Security()
     backoff_limit: int = MANIFEST_BACKOFF_LIMIT
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
@@ -292,6 +300,17 @@ class EndedRun(ApiStruct, frozen=True):
     digest: str = ""
 
 
+class CertificateStatus(ApiStruct, frozen=True):
+    """The certificates of the job's pods, as they were issued or replaced together last."""
+
+    renewal_time: str
+    """When they are replaced."""
+    expiry_time: str
+    """When the first of them would expire."""
+    keys: tuple[str, ...] = ()
+    """Fingerprints of the operator's keys whose authorities the pods believe."""
+
+
 class JobStatus(ApiStruct, frozen=True):
     phase: Phase = "Pending"
     conditions: tuple[Condition, ...] = ()
@@ -339,6 +358,10 @@ class JobStatus(ApiStruct, frozen=True):
     coordinator: str | None = None
     coordinator_image: str | None = None
     """The operator's when the job began to run; its own template may name another one."""
+    plaintext: bool | None = None
+    """Whether its pods do without certificates, from when it begins until it is suspended; ``None``: not begun, or
+    begun under an operator that had none."""
+    certificates: CertificateStatus | None = None
     start_ticket: int | None = None
     """The coordinator process that may begin without a word about others: the first of the attempt."""
     scale_down_since: str | None = None

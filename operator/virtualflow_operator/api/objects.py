@@ -24,6 +24,7 @@ from virtualflow_operator.constants import (
     ANNOTATION_TEMPLATE,
     COORDINATOR,
     GROUP,
+    IDENTITY_VOLUME,
     KIND,
     LABEL_ATTEMPT,
     LABEL_CAPACITY,
@@ -82,6 +83,8 @@ class Pod:
     """Hash of the template that it was made from."""
     node: str = ""
     ip: str = ""
+    identity: str = ""
+    """The name of the Secret with its identity; empty: it is in plaintext."""
     calls: str = ""
     """The address at which it calls its coordinator, if it is a worker."""
     phase: str = "Pending"
@@ -259,6 +262,7 @@ def read_pod(body: Object) -> Pod:
         ground=labels.get(LABEL_CAPACITY, ""),
         kind=labels.get(LABEL_KIND, ""),
         host=annotations.get(ANNOTATION_HOST, ""),
+        identity=_identity(volumes),
         takes_turns=any(volume.get("name") == TURNS_VOLUME for volume in volumes),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
         template=annotations.get(ANNOTATION_TEMPLATE, ""),
@@ -300,11 +304,18 @@ def _name_of_worker(body: Object) -> str:
     return name
 
 
+def _identity(volumes: list[Object]) -> str:
+    """The Secret of a pod's identity; the first source of its volume is it."""
+    found = next((volume for volume in volumes if volume.get("name") == IDENTITY_VOLUME), {})
+    sources = (found.get("projected") or {}).get("sources") or [{}]
+    return str((sources[0].get("secret") or {}).get("name") or "")
+
+
 def _called(body: Object) -> str:
     """The address of the coordinator that a worker was told; the first of that name is the operator's."""
     containers: list[Object] = (body.get("spec") or {}).get("containers") or []
     told = (v.get("value") for c in containers for v in c.get("env") or [] if v.get("name") == ENV_COORDINATOR)
-    return str(next(told, None) or "").removeprefix("http://").rpartition(":")[0].strip("[]")
+    return str(next(told, None) or "").partition("://")[2].rpartition(":")[0].strip("[]")
 
 
 def _phase(body: Object, trains: str) -> str:

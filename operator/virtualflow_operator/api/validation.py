@@ -23,8 +23,8 @@ from virtualflow.protocol.settings import (
     ENV_COORDINATOR,
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
+    ENV_IDENTITY,
     ENV_ON_NON_FINITE,
-    ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
@@ -33,7 +33,7 @@ from virtualflow.protocol.settings import (
     ENV_WORKER,
 )
 from virtualflow_operator.api.job import JobSpec, Object, WorkerMemory, without_nulls
-from virtualflow_operator.constants import CHECKPOINT_VOLUME, TURNS_VOLUME
+from virtualflow_operator.constants import CHECKPOINT_VOLUME, IDENTITY_VOLUME, TURNS_VOLUME
 
 _SUFFIXES = {
     "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "": Decimal(1),
@@ -112,6 +112,7 @@ def mappings(value: object) -> list[Mapping[str, Any]]:
 OPERATOR_VARIABLES: Final = (
     ENV_COORDINATOR,
     ENV_TOKEN,
+    ENV_IDENTITY,
     ENV_WORKER,
     ENV_ADDRESS,
     ENV_VIRTUAL_NODES.removesuffix("IRTUAL_NODES"),  # that they check one another, too
@@ -119,11 +120,10 @@ OPERATOR_VARIABLES: Final = (
     ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
     ENV_TERMINATION_LOG.removesuffix("_LOG"),
     ENV_PROFILE,
-    ENV_ON_NON_FINITE,
+    ENV_ON_NON_FINITE.removesuffix("N_NON_FINITE"),  # the optimizer's placement, too
     ENV_DEVICE_MEMORY.removesuffix("_MEMORY"),
     ENV_HOST_MEMORY.removesuffix("_MEMORY"),
     ENV_ACTIVATIONS.removesuffix("ATIONS"),
-    ENV_OPTIMIZER_PLACEMENT.removesuffix("IZER_PLACEMENT"),
     ENV_BACKWARD,
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
@@ -234,7 +234,7 @@ def _worker_problems(template: Object, place: str) -> Iterator[str]:
     if read.spec.restart_policy not in (None, "Never"):
         yield f"{place}.spec.restartPolicy is the operator's to choose; remove it."
     for volume in read.spec.volumes:
-        if volume.name in (CHECKPOINT_VOLUME, TURNS_VOLUME):
+        if volume.name in (CHECKPOINT_VOLUME, IDENTITY_VOLUME, TURNS_VOLUME):
             yield f"{place}.spec.volumes: The volume {volume.name} is the operator's; choose another name."
     for number, container in enumerate(read.spec.containers):
         for index, variable in enumerate(container.env):

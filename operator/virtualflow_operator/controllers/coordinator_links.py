@@ -33,9 +33,10 @@ from virtualflow.protocol.http_client import (
     ProtocolMismatch,
     StatusTooLarge,
 )
+from virtualflow.protocol.identity import Credential
 from virtualflow_operator.api import CoordinatorLink, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
-from virtualflow_operator.jobs import derive_token
+from virtualflow_operator.controllers.issuer import Issuer
 from virtualflow_operator.k8s import Key, TokenBucket
 from virtualflow_operator.observability import Metrics
 from virtualflow_operator.settings import OperatorSettings
@@ -90,14 +91,18 @@ class CoordinatorLinks:
     """All connections to coordinators.
 
     Args:
-        key: the operator's, from which the jobs' tokens are derived.
+        issuer: issues the operator's identity in each job, or the token of one in plaintext.
         wake: called with the job when there is news, and with the seconds that may pass before it is looked at.
     """
 
     def __init__(
-        self, key: bytes, wake: Callable[[Key, float], None], settings: OperatorSettings, metrics: Metrics
+        self,
+        issuer: Issuer,
+        wake: Callable[[Key, float], None],
+        settings: OperatorSettings,
+        metrics: Metrics,
     ) -> None:
-        self._key, self._settings, self._metrics = key, settings, metrics
+        self._issuer, self._settings, self._metrics = issuer, settings, metrics
         self._wake_later = wake
         self._limits = settings.statuses
         self._holdings = Holdings(self._limits.held)
@@ -123,8 +128,9 @@ class CoordinatorLinks:
         if usable is None:
             return
         host = f"[{usable.ip}]" if ":" in usable.ip else usable.ip
-        url, token = f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid)
-        limits, connect = self._limits, partial(CoordinatorClient, url, token, self._settings.signals)
+        url = f"{'https' if usable.identity else 'http'}://{host}:{COORDINATOR_PORT}"
+        credential: Credential = self._issuer.control(uid) if usable.identity else self._issuer.token(uid)
+        limits, connect = self._limits, partial(CoordinatorClient, url, credential, self._settings.signals)
         line = _Line(
             CoordinatorLink(usable.uid, False, time.time()),
             usable.ip,

@@ -19,6 +19,7 @@ from virtualflow.protocol.wording import suggest
 from virtualflow_operator.settings import (
     BACKOFF_MOST,
     ENV_PREFIX,
+    CertificateSettings,
     CrashSettings,
     LeaseSettings,
     LogFormat,
@@ -74,6 +75,7 @@ def _settle(values: dict[str, Any]) -> OperatorSettings:
         lease=LeaseSettings(**groups.get("lease", {})),
         queue=QueueSettings(**groups.get("queue", {})),
         crashes=CrashSettings(**groups.get("crashes", {})),
+        certificates=CertificateSettings(**groups.get("certificates", {})),
     )
     if not settings.image:
         raise ConfigurationError(
@@ -233,7 +235,18 @@ OPTIONS = (
     Option("image", "image", _word, "image of coordinator pods; needed"),
     Option("image_pull_policy", "image_pull_policy", _choice(get_args(PullPolicy)), "of coordinator pods"),
     Option("image_pull_secrets", "image_pull_secrets", _list(_SUBDOMAIN, _NAMES), "of coordinator pods"),
-    Option("key_file", "key_file", Path, "the key that the jobs' tokens are derived from"),
+    Option("key_file", "key_file", Path, "the key that the jobs' authorities and tokens are derived from"),
+    Option("other_key_file", "other_key_file", Path, "another such key, while one takes the other's place"),
+    Option(
+        "certificate_seconds", "certificates.lifetime", _seconds(600, 31_536_000), "certificates are valid for so long"
+    ),
+    Option(
+        "renewal_seconds",
+        "certificates.renewal",
+        _seconds(0, 15_768_000),
+        "certificates are replaced after so long; 0: half of their life",
+    ),
+    Option("allow_plaintext", "allow_plaintext", _boolean, "whether jobs may do without certificates"),
     Option("lease_namespace", "lease.namespace", _name(_LABEL, "a namespace"), "where the Lease is; the pod's own"),
     Option("lease_name", "lease.name", _name(_SUBDOMAIN, "a name of lower-case letters"), "of the Lease"),
     Option("lease_seconds", "lease.duration", _whole(3, 3_600), "after which the Lease of a dead leader is free"),

@@ -29,6 +29,7 @@ from virtualflow_operator.api import (
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.admissions import Admissions
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.issuer import Issuer
 from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring
 from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import (
@@ -39,6 +40,7 @@ from virtualflow_operator.jobs import (
     DeleteJob,
     DeletePod,
     EventMessage,
+    IssueIdentity,
     JobPlan,
     PodEvent,
     PointService,
@@ -131,14 +133,14 @@ class JobController:
         links: CoordinatorLinks,
         events: EventRecorder,
         metrics: Metrics,
-        key: bytes,
+        issuer: Issuer,
         settings: OperatorSettings,
         admissions: Admissions,
     ) -> None:
         self._api, self._store, self._links = api, store, links
         self._admissions = admissions
-        self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
-        self._provisioner = Provisioner(api, store, metrics, key, settings)
+        self._events, self._metrics, self._settings = events, metrics, settings
+        self._provisioner = Provisioner(api, store, metrics, issuer, settings)
         self._cleanup = JobCleanup(api, store, links, settings)
         self._memories: dict[Key, _Memory] = {}
         self.touched: dict[Key, float] = {}
@@ -199,6 +201,7 @@ class JobController:
             trouble=memory.trouble,
             failure=memory.failure,
             events=memory.events,
+            issued=self._provisioner.issued(job, self._store.pods_of(key)),
             admission=admission,
         )
         now = time.time()
@@ -314,8 +317,11 @@ class JobController:
                 case AdmissionAction():
                     if await self._admissions.carry_out(job, action):
                         again = 0.0
-                case CreatePod():
+                case CreatePod() | IssueIdentity():
                     pass  # together, below
+        if issues := [action for action in plan.actions if isinstance(action, IssueIdentity)]:
+            await self._provisioner.issue_all(job, issues)
+            again = 0.0
         for role in (COORDINATOR, WORKER):  # the coordinator first: a quota's last place is not for a worker
             creations = [a for a in plan.actions if isinstance(a, CreatePod) and a.role == role]
             refusal = memory.refusals[role]

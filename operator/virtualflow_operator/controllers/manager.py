@@ -7,14 +7,16 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.api import Object, kueue_wishes, queue_of
 from virtualflow_operator.controllers.admissions import Admissions, Wakes
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.issuer import Issuer
 from virtualflow_operator.controllers.job_controller import JobController
 from virtualflow_operator.controllers.workqueue import QueueHooks, RetryLater, WorkQueue
 from virtualflow_operator.jobs import fingerprint
@@ -56,11 +58,13 @@ class Manager:
         settings: OperatorSettings,
         api: KubeApi,
         election: LeaseThread,
-        key: bytes,
+        keys: Sequence[bytes],
         metrics: Metrics,
         too_deep: DeepObjects,
     ) -> None:
-        self.settings = settings = replace(settings, key_id=fingerprint(key))
+        key_ids = tuple(map(fingerprint, keys))
+        self.settings = settings = replace(settings, key_id=key_ids[0], key_ids=key_ids)
+        issuer = Issuer(keys, settings.certificates)
         self.metrics = metrics
         self.too_deep = too_deep
         self.store = Store()
@@ -78,7 +82,7 @@ class Manager:
             describe=lambda key: f"{key[0]}/{key[1]}" if key[0] else f"the queue {key[1]}",
             tenant_of=lambda key: key[0],
         )
-        self.links = CoordinatorLinks(key, self.queue.add, settings, metrics)
+        self.links = CoordinatorLinks(issuer, self.queue.add, settings, metrics)
         events = EventRecorder(api, instance=settings.lease.identity)
         self.admissions = Admissions(
             api=api,
@@ -94,7 +98,7 @@ class Manager:
             links=self.links,
             events=events,
             metrics=metrics,
-            key=key,
+            issuer=issuer,
             settings=settings,
             admissions=self.admissions,
         )
@@ -118,7 +122,7 @@ class Manager:
             ConfigurationError: the key cannot be read, or a port is taken.
         """
         metrics = Metrics(job_metrics=settings.job_metrics)
-        key = read_key(settings)
+        keys = read_keys(settings)
         too_deep = DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc())
 
         async def connect() -> KubeApi:
@@ -128,7 +132,7 @@ class Manager:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(api.close)
             election = await stack.enter_async_context(LeaseThread(connect, settings.lease))
-            manager = cls(settings, api, election, key, metrics, too_deep)
+            manager = cls(settings, api, election, keys, metrics, too_deep)
             if not settings.namespaces:
                 claim = LeaseThread(connect, settings.lease.claim, on_wait=manager.stand_back)
                 manager._claim = await stack.enter_async_context(claim)
@@ -402,19 +406,26 @@ def _essence(body: Object) -> tuple[Any, ...]:
     return *identity, kueue_wishes(body), body.get("spec")
 
 
-def read_key(settings: OperatorSettings) -> bytes:
-    """The operator's key.
+def read_keys(settings: OperatorSettings) -> list[bytes]:
+    """The operator's keys: its own, and another one beside it where there is one.
 
     Raises:
-        ConfigurationError: it cannot be read, or is too short to be one.
+        ConfigurationError: one cannot be read, or is too short to be one.
     """
+    keys = [_read_key(settings.key_file)]
+    if settings.other_key_file.exists():
+        keys.append(_read_key(settings.other_key_file))
+    return list(dict.fromkeys(keys))
+
+
+def _read_key(path: Path) -> bytes:
     try:
-        key = settings.key_file.read_bytes().strip()
+        key = path.read_bytes().strip()
     except OSError as error:
         raise ConfigurationError(
-            f"the operator's key {settings.key_file} cannot be read ({error.strerror}); mount the chart's Secret or "
-            "name another file with --key-file"
+            f"the operator's key {path} cannot be read ({error.strerror}); mount the chart's Secret or name another "
+            "file with --key-file"
         ) from error
     if len(key) < 32:
-        raise ConfigurationError(f"the operator's key {settings.key_file} must have at least 32 characters")
+        raise ConfigurationError(f"the operator's key {path} must have at least 32 characters")
     return key

@@ -1,4 +1,4 @@
-"""Makes what a job needs: its Secret, service, disruption budget, network policy and pods.
+"""Makes what a job needs: its Secrets, service, disruption budget, network policy and pods.
 
 What the API server refuses is an answer, not an error: it goes into the job's status,
 and is tried again after longer and longer waits.
@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
-from virtualflow_operator.api import Job, Object, parse_time, read_service
+from virtualflow.protocol.certificates import Party, Role
+from virtualflow_operator.api import Job, Object, Pod, parse_time, read_pod, read_service
 from virtualflow_operator.constants import COORDINATOR, LABEL_GROUP, LABEL_JOB
+from virtualflow_operator.controllers.issuer import Issuer
 from virtualflow_operator.controllers.workqueue import RetryLater
-from virtualflow_operator.jobs import CheckTemplates, CreatePod, PodEvent, TemplateVerdict, manifests
+from virtualflow_operator.jobs import CheckTemplates, CreatePod, IssueIdentity, PodEvent, TemplateVerdict, manifests
 from virtualflow_operator.k8s import (
     EVENTS,
     NETWORK_POLICIES,
@@ -30,6 +32,7 @@ from virtualflow_operator.k8s import (
     Invalid,
     Key,
     KubeApi,
+    NotFound,
     Store,
 )
 from virtualflow_operator.observability import Metrics
@@ -72,13 +75,47 @@ class CreationRefusal:
 
 
 class Provisioner:
-    def __init__(self, api: KubeApi, store: Store, metrics: Metrics, key: bytes, settings: OperatorSettings) -> None:
+    def __init__(
+        self, api: KubeApi, store: Store, metrics: Metrics, issuer: Issuer, settings: OperatorSettings
+    ) -> None:
         self._api, self._store, self._metrics = api, store, metrics
-        self._key, self._settings = key, settings
+        self._issuer, self._settings = issuer, settings
         self._supported: dict[str, float] = {}
+        self._issued: dict[str, dict[str, float]] = {}
 
     def forget(self, uid: str) -> None:
         self._supported.pop(uid, None)
+        self._issued.pop(uid, None)
+
+    def issued(self, job: Job, pods: Sequence[Pod]) -> Mapping[str, float]:
+        """When (Unix seconds) this process has issued the identities of which of these pods, by uid."""
+        here = {pod.uid for pod in pods}
+        known = {uid: at for uid, at in self._issued.get(job.uid, {}).items() if uid in here}
+        if known:
+            self._issued[job.uid] = known
+        return known
+
+    async def issue_all(self, job: Job, issues: Sequence[IssueIdentity]) -> None:
+        """Give pods the Secrets with their identities."""
+        for first in range(0, len(issues), _POD_BATCH):
+            await asyncio.gather(
+                *(self._issue(job, each.pod, each.renew) for each in issues[first : first + _POD_BATCH])
+            )
+
+    async def _issue(self, job: Job, pod: Pod, renew: bool) -> None:
+        now = time.time()
+        role: Role = "coordinator" if pod.role == COORDINATOR else "worker"
+        files = self._issuer.files_of(Party(job.uid, role, pod.name, pod.uid), now)
+        secret = manifests.identity_secret(job, pod, files)
+        try:
+            if renew:
+                await self._api.replace(SECRETS, job.namespace, pod.identity, secret)
+        except NotFound:
+            renew = False
+        if not renew:
+            # One that is there already is this pod's: no other has a Secret of that name.
+            await ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)
+        self._issued.setdefault(job.uid, {})[pod.uid] = now
 
     async def check(self, job: Job, action: CheckTemplates) -> TemplateVerdict:
         """Have the API server look at the templates without storing anything."""
@@ -149,19 +186,21 @@ class Provisioner:
             *(self._api.create(PODS, job.namespace, creation.manifest) for creation in creations),
             return_exceptions=True,
         )
-        refusal, unexpected, taken = "", None, []
+        refusal, unexpected, taken, born = "", None, [], list[Pod]()
         for creation, result in zip(creations, results, strict=True):
             if isinstance(result, dict):
                 logger.info("created the pod %s", creation.name)
                 made.append(creation.name)
                 self._store.put_pod(result)
                 self._metrics.pods_created.labels(creation.role).inc()
+                born.append(read_pod(result))
             elif isinstance(result, AlreadyExists):
                 taken.append(creation.name)
             elif isinstance(result, Invalid | Forbidden):
                 refusal = result.message
             else:
                 unexpected = result
+        await self.issue_all(job, [IssueIdentity(pod, renew=False) for pod in born if pod.identity])
         if taken:
             await self.refresh(key)
             strangers = set(taken) - {pod.name for pod in self._store.pods_of(key)}
@@ -187,7 +226,7 @@ class Provisioner:
         seen_to = self._supported.get(job.uid)
         if seen_to is not None and not (missing and time.monotonic() > seen_to + _SECRET_RETRY):
             return ""
-        secret = manifests.secret(job, manifests.derive_token(self._key, job.uid), self._settings)
+        secret = manifests.secret(job, self._issuer.token(job.uid), self._settings)
         try:
             # It cannot be read, and need not be: one of that name has the token of this job by this key.
             await ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)

@@ -24,7 +24,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
-from virtualflow_operator.controllers.manager import Manager, read_key
+from virtualflow_operator.controllers.manager import Manager, read_keys
 from virtualflow_operator.k8s import OURS, KubeApi, WatchPace, bounded_response, leave_at_once
 from virtualflow_operator.observability import configure as configure_logs
 from virtualflow_operator.settings import ApiSettings, OperatorSettings
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
-        read_key(settings)
+        read_keys(settings)
     except ConfigurationError as error:
         print(f"virtualflow-operator: {error}", file=sys.stderr)
         return 2

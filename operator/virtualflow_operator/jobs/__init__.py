@@ -10,6 +10,7 @@ from virtualflow_operator.jobs.actions import (
     DeleteJob,
     DeletePod,
     EventMessage,
+    IssueIdentity,
     JobPlan,
     PointService,
     ReadEvents,

@@ -55,6 +55,15 @@ class CreatePod:
 
 
 @dataclass(frozen=True)
+class IssueIdentity:
+    """Give a pod the Secret with its identity."""
+
+    pod: Pod
+    renew: bool
+    """Whether in the place of the one that it may have."""
+
+
+@dataclass(frozen=True)
 class DeletePod:
     """That very pod, not a later one of its name."""
 
@@ -78,7 +87,15 @@ class AdmissionAction:
 
 
 Action = (
-    CheckTemplates | ReadEvents | CreateService | PointService | CreatePod | DeletePod | DeleteJob | AdmissionAction
+    CheckTemplates
+    | ReadEvents
+    | CreateService
+    | PointService
+    | CreatePod
+    | IssueIdentity
+    | DeletePod
+    | DeleteJob
+    | AdmissionAction
 )
 
 

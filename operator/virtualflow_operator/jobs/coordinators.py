@@ -13,6 +13,7 @@ from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
 from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import FAILED_GRACE, CreatePod, CreateService, Draft, PointService
+from virtualflow_operator.jobs.identities import name_identity
 from virtualflow_operator.jobs.pod_classification import find_disruption
 from virtualflow_operator.jobs.scene import JobFacts
 
@@ -43,7 +44,8 @@ def keep_coordinator(facts: JobFacts, draft: Draft, *, accepted: bool) -> None:
         ordinal = chosen.ordinal
     else:
         ordinal = next(n for n in range(len(pods.names) + 1) if f"{prefix}-{n}" not in pods.names)
-        manifest = manifests.coordinator_pod(draft.job, ordinal, facts.settings)
+        identity = name_identity(facts, f"{prefix}-{ordinal}")
+        manifest = manifests.coordinator_pod(draft.job, ordinal, facts.settings, identity)
         facts.admitted.placement.place_coordinator(manifest)
         draft.actions.append(CreatePod(COORDINATOR, manifest))
         if pods.coordinators:

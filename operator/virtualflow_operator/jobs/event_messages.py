@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from virtualflow.protocol.job_view import describe_change, describe_new_beginning
 from virtualflow.protocol.messages import Change
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import PLAINTEXT, counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
@@ -16,6 +16,7 @@ _AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed", "DoesNotFi
 """Conditions that are bad news as they become true."""
 _OBSTACLES = (
     reasons.INVALID_SPEC,
+    reasons.PLAINTEXT_NOT_ALLOWED,
     reasons.TEMPLATE_REJECTED,
     reasons.CREATION_REFUSED,
     reasons.UNSCHEDULABLE,
@@ -74,6 +75,9 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if (new.step or 0) < (old.step or 0) - 1 and new.generation <= old.generation:
         again = describe_new_beginning(old.step or 0, new.step or 0, new.checkpoint_step)
         found.append(EventMessage(reasons.RESTARTED, again, warning=True))
+    if new.plaintext and not old.plaintext and old.coordinator is None:
+        told = f"the job's connections are in plaintext: {PLAINTEXT}"
+        found.append(EventMessage(reasons.PLAINTEXT, told, warning=True))
     if new.phase == "Suspended" and old.phase != "Suspended":
         condition = new.condition("Suspended")
         found.append(

@@ -2,23 +2,19 @@
 
 A worker's pod is the user's template plus what makes it a worker; the template itself goes through untouched, whatever
 fields it has.
-
-A pod bears the hash of what it was made from. An operator that computes another hash for the same job restarts every
-job of the cluster. So what is hashed is named here, since a newer schema gives each job its new defaults; a field comes
-in only where it is no default.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from virtualflow.protocol.identity import PAGE_TOKEN
 from virtualflow.protocol.settings import (
     DRAIN_GRACE,
     ENV_ACTIVATIONS,
@@ -35,6 +31,7 @@ from virtualflow.protocol.settings import (
     ENV_HANG_SECONDS,
     ENV_HASH_SEED,
     ENV_HOST_MEMORY,
+    ENV_IDENTITY,
     ENV_ON_NON_FINITE,
     ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
@@ -51,6 +48,7 @@ from virtualflow_operator.api import (
     COORDINATOR_POD,
     Job,
     Object,
+    Pod,
     WorkerGroup,
     WorkerMemory,
     parse_quantity,
@@ -67,6 +65,8 @@ from virtualflow_operator.constants import (
     COORDINATOR_PORT,
     COORDINATOR_PORT_NAME,
     HOSTNAME,
+    IDENTITY_MOUNT,
+    IDENTITY_VOLUME,
     KIND,
     LABEL_ATTEMPT,
     LABEL_COMPONENT,
@@ -83,10 +83,9 @@ from virtualflow_operator.constants import (
     TOKEN_KEY,
     WORKER,
 )
+from virtualflow_operator.jobs.template_hashes import coordinator_hash, hash_of, template_hash
 from virtualflow_operator.settings import OperatorSettings
 
-_CHECKPOINT = ("directory", "everySeconds", "everySteps", "keep", "volume")
-"""Fields of ``spec.checkpoint`` that a worker's pod is made from."""
 _USER = 65532
 """The user that coordinators run as: `nonroot` by convention."""
 
@@ -127,11 +126,23 @@ def coordinator_name(job: Job) -> str:
     return f"{job.name}-{COORDINATOR}"
 
 
-def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, settings: OperatorSettings) -> Object:
+def identity_name(job: Job, pod: str, now: float) -> str:
+    """The name of the Secret with the identity of a pod that is made now; no other pod of that name has the same."""
+    return f"{pod}-identity-{hash_of([job.uid, pod, now])[:8]}"
+
+
+def worker_name(job: Job, group: WorkerGroup, ordinal: int) -> str:
+    return f"{job.name}-{group.name}-{ordinal}"
+
+
+def worker_pod(
+    job: Job, group: WorkerGroup, ordinal: int, address: str, settings: OperatorSettings, identity: str = ""
+) -> Object:
     """The pod of a worker.
 
     Args:
         address: the coordinator's, without a port.
+        identity: the name of the Secret with its identity; empty: the job is in plaintext.
     """
     template = without_nulls(group.template)
     spec: Object = template.get("spec") or {}
@@ -142,12 +153,18 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
     container = spec["containers"][0]
     log = container.setdefault("terminationMessagePath", TERMINATION_LOG)
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    container["env"] = [*_environment(job, group, address, log, settings), *(container.get("env") or [])]
+    told = _environment(job, group, address, log, settings, identity)
+    container["env"] = [*told, *(container.get("env") or [])]
+    if identity:
+        # Without a group for volumes, who knows as which user it runs? The directory is in no other container.
+        mode = 0o440 if (spec.get("securityContext") or {}).get("fsGroup") is not None else 0o444
+        container.setdefault("volumeMounts", []).append(_IDENTITY_MOUNT)
+        spec.setdefault("volumes", []).append(_identity_volume(identity, mode))
     if job.spec.checkpoint is not None:
         mounts = container.setdefault("volumeMounts", [])
         mounts.append({"name": CHECKPOINT_VOLUME, "mountPath": CHECKPOINT_MOUNT})
         spec.setdefault("volumes", []).append({"name": CHECKPOINT_VOLUME, **job.spec.checkpoint.volume})
-    metadata = _metadata(job, f"{job.name}-{group.name}-{ordinal}", WORKER, template.get("metadata") or {})
+    metadata = _metadata(job, worker_name(job, group, ordinal), WORKER, template.get("metadata") or {})
     metadata["labels"] |= {LABEL_ROLE: WORKER, LABEL_GROUP: group.name, LABEL_ORDINAL: str(ordinal)}
     metadata["labels"][LABEL_ATTEMPT] = str(job.status.attempt)
     metadata["annotations"][ANNOTATION_TEMPLATE] = template_hash(job, group)
@@ -155,12 +172,27 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings: OperatorSettings) -> list[Object]:
+_IDENTITY_MOUNT: Object = {"name": IDENTITY_VOLUME, "mountPath": IDENTITY_MOUNT, "readOnly": True}
+
+
+def _identity_volume(identity: str, mode: int, *others: Object) -> Object:
+    sources = [{"secret": {"name": identity}}, *others]
+    return {"name": IDENTITY_VOLUME, "projected": {"sources": sources, "defaultMode": mode}}
+
+
+def _credential(job: Job, settings: OperatorSettings, identity: str) -> Object:
+    """The variable by which a pod learns how it is known."""
+    return {"name": ENV_IDENTITY, "value": IDENTITY_MOUNT} if identity else _token_variable(job, settings)
+
+
+def _environment(
+    job: Job, group: WorkerGroup, address: str, log: str, settings: OperatorSettings, identity: str
+) -> list[Object]:
     """What a worker is told (the outside contracts in docs/design.md)."""
     host = f"[{address}]" if ":" in address else address
     spec = job.spec
     values: dict[str, str] = {
-        ENV_COORDINATOR: f"http://{host}:{COORDINATOR_PORT}",
+        ENV_COORDINATOR: f"{'https' if identity else 'http'}://{host}:{COORDINATOR_PORT}",
         ENV_VIRTUAL_NODES: str(job.status.virtual_nodes or spec.virtual_nodes),
         ENV_REPRODUCIBILITY: job.status.reproducibility or spec.reproducibility,
         ENV_ON_NON_FINITE: spec.on_non_finite,
@@ -187,7 +219,7 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
         if spec.checkpoint.memory:
             values[ENV_CHECKPOINT_MEMORY] = "1"
     return [
-        _token_variable(job, settings),
+        _credential(job, settings, identity),
         {"name": ENV_WORKER, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": ENV_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *({"name": name, "value": value} for name, value in values.items()),
@@ -205,9 +237,13 @@ def _token_variable(job: Job, settings: OperatorSettings) -> Object:
     return {"name": ENV_TOKEN, "valueFrom": {"secretKeyRef": reference}}
 
 
-def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Object:
-    """The pod of a coordinator; what ``spec.coordinator.template`` says is merged over it."""
-    container = _coordinator_container(job, settings)
+def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings, identity: str = "") -> Object:
+    """The pod of a coordinator; what ``spec.coordinator.template`` says is merged over it.
+
+    Args:
+        identity: as a worker's pod has it.
+    """
+    container = _coordinator_container(job, settings, identity)
     spec: Object = {
         "restartPolicy": "Always",
         # It ends at once, unless its job is just stopping.
@@ -223,6 +259,11 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
         "affinity": _away_from(job, WORKER),
         "containers": [container],
     }
+    if identity:
+        spec["securityContext"]["fsGroup"] = _USER
+        container["volumeMounts"] = [_IDENTITY_MOUNT]
+        page = {"name": secret_name(job, settings), "items": [{"key": TOKEN_KEY, "path": PAGE_TOKEN}]}
+        spec["volumes"] = [_identity_volume(identity, 0o440, {"secret": page})]
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     template = without_nulls(job.spec.coordinator.template)
@@ -238,7 +279,7 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _merge(spec, overrides)}
 
 
-def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
+def _coordinator_container(job: Job, settings: OperatorSettings, identity: str) -> Object:
     elasticity = job.spec.elasticity
     hang = []
     if elasticity.hang_seconds is not None:
@@ -258,7 +299,7 @@ def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
             *("--startup-grace", str(elasticity.startup_grace_seconds)),
             *("--heartbeat-limit", str(elasticity.heartbeat_limit_seconds)),
         ],
-        "env": [_token_variable(job, settings), {"name": ENV_CONFIRMED_START, "value": "1"}, *hang],
+        "env": [_credential(job, settings, identity), {"name": ENV_CONFIRMED_START, "value": "1"}, *hang],
         "ports": [{"name": COORDINATOR_PORT_NAME, "containerPort": COORDINATOR_PORT}],
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": COORDINATOR_PORT_NAME},
@@ -327,7 +368,7 @@ def service_selector(job: Job, ordinal: int) -> dict[str, str]:
 
 
 def secret(job: Job, token: str, settings: OperatorSettings) -> Object:
-    """The job's token, for its coordinator and its workers; nobody changes it."""
+    """The job's token, which opens the live page alone, or all of a job in plaintext; nobody changes it."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -335,6 +376,23 @@ def secret(job: Job, token: str, settings: OperatorSettings) -> Object:
         "type": "Opaque",
         "immutable": True,
         "stringData": {TOKEN_KEY: token},
+    }
+
+
+def identity_secret(job: Job, pod: Pod, files: Mapping[str, bytes]) -> Object:
+    """The identity of a pod: it goes with it.
+
+    Args:
+        files: by name, as ``virtualflow.protocol.identity`` has them.
+    """
+    metadata = _metadata(job, pod.identity, pod.role)
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid, "controller": True}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata | {"ownerReferences": [owner]},
+        "type": "Opaque",
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
     }
 
 
@@ -404,48 +462,3 @@ def _metadata(job: Job, name: str, role: str, template: Mapping[str, Any] | None
             }
         ],
     }
-
-
-# --- what pods are made from, as a hash: a pod with another one is replaced -------------------------------------------
-
-
-def template_hash(job: Job, group: WorkerGroup) -> str:
-    """What a worker's pod is made from. A profile is not in it: it is but a first guess."""
-    checkpoint = job.raw["spec"].get("checkpoint")
-    if checkpoint is not None:
-        checkpoint = {field: checkpoint[field] for field in _CHECKPOINT if field in checkpoint}
-    made_from = {"template": group.template, "checkpoint": checkpoint}
-    if job.spec.on_non_finite != "Continue":
-        made_from["onNonFinite"] = job.spec.on_non_finite
-    if job.spec.checkpoint is not None and job.spec.checkpoint.memory:
-        made_from["checkpointMemory"] = True
-    if group.memory is not None:
-        made_from["memory"] = [group.memory.device, group.memory.host, group.memory.activations]
-    return hash_of(made_from)
-
-
-def coordinator_hash(job: Job) -> str:
-    """What the coordinator's pod is made from; as for workers, nothing of it may change with the operator."""
-    elasticity = job.spec.elasticity
-    made_from: Object = {"template": job.spec.coordinator.template, "heartbeat": elasticity.heartbeat_limit_seconds}
-    if elasticity.hang_seconds is not None:
-        made_from["hang"] = elasticity.hang_seconds
-    return hash_of(made_from)
-
-
-@dataclass(frozen=True)
-class TemplateHashes:
-    groups: Mapping[str, str]
-    coordinator: str
-    all: str
-
-
-def hash_templates(job: Job) -> TemplateHashes:
-    groups, coordinator = [template_hash(job, group) for group in job.spec.worker_groups], coordinator_hash(job)
-    names = (group.name for group in job.spec.worker_groups)
-    return TemplateHashes(dict(zip(names, groups, strict=True)), coordinator, hash_of([coordinator, *groups]))
-
-
-def hash_of(value: Any) -> str:
-    """Sixteen hexadecimal digits of what JSON can say."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

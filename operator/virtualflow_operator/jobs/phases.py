@@ -32,9 +32,18 @@ NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": 
 
 def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
     message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
+    return _not_followed(status, job, reasons.INVALID_SPEC, message, now)
+
+
+def not_allowed(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """The job wants to do without certificates, and may not."""
+    return _not_followed(status, job, reasons.PLAINTEXT_NOT_ALLOWED, f"The job does not begin: {why}.", now)
+
+
+def _not_followed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:
     kinds: tuple[ConditionType, ...] = ("Progressing",) if status.phase == "Running" else ("Progressing", "Degraded")
     truths: dict[ConditionType, Truth] = {"Progressing": "False", "Degraded": "True"}
-    return amend(status, job, now, *((kind, truths[kind], reasons.INVALID_SPEC, message) for kind in kinds))
+    return amend(status, job, now, *((kind, truths[kind], reason, message) for kind in kinds))
 
 
 def name_taken(status: JobStatus, job: Job, now: float) -> JobStatus:
@@ -100,6 +109,8 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         training_time=None,
         coordinator=None,
         coordinator_image=None,
+        plaintext=None,
+        certificates=None,
         start_ticket=None,
         steps_per_second=None,
         step_milliseconds=None,

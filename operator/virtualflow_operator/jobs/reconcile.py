@@ -11,7 +11,7 @@ import msgspec
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.constants import MANAGER
-from virtualflow_operator.jobs import endings, manifests, phases
+from virtualflow_operator.jobs import endings, identities, manifests, phases
 from virtualflow_operator.jobs.actions import Draft, JobPlan
 from virtualflow_operator.jobs.admission import with_allocation
 from virtualflow_operator.jobs.conditions import with_kstatus
@@ -75,6 +75,7 @@ def _decide(facts: JobFacts, draft: Draft) -> JobStatus:
     tell_who_may_train(facts, draft)
     tell_losses(facts, draft)
     delete_ended(facts, draft)
+    identities.issue_identities(facts, draft)
 
     # A worker that was wrong is most likely so because of its machine.
     endings.note_doubted_nodes(facts, draft)
@@ -100,6 +101,10 @@ def _decide(facts: JobFacts, draft: Draft) -> JobStatus:
         draft.wake(parse_time(draft.status.failures.retry_time))
         return phases.invalid(build_status(facts, draft.status), facts.job, faults, facts.now)
 
+    refusal = identities.refuse_plaintext(facts)
+    if refusal and not facts.spec.suspend:
+        return phases.not_allowed(build_status(facts, draft.status), facts.job, refusal, facts.now)
+
     _fix_for_life(facts, draft)
 
     # Suspended, or without workers by its queue's decision.
@@ -118,6 +123,7 @@ def _fix_for_life(facts: JobFacts, draft: Draft) -> None:
         reproducibility=status.reproducibility or spec.reproducibility,
         selector=manifests.selector(facts.job),
         start_time=status.start_time or (None if spec.suspend else format_time(facts.now)),
+        plaintext=status.plaintext if spec.suspend else identities.in_plaintext(facts),
     )
 
 

@@ -15,8 +15,8 @@ from virtualflow_operator.api import (
     Service,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission, Admitted
-from virtualflow_operator.jobs.manifests import TemplateHashes, hash_templates
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
+from virtualflow_operator.jobs.template_hashes import TemplateHashes, hash_templates
 from virtualflow_operator.settings import OperatorSettings
 
 
@@ -57,6 +57,8 @@ class Scene:
     failure: str = ""
     """What it has failed to do several times in a row, in words."""
     events: Mapping[str, PodEvent] = field(default_factory=dict)
+    issued: Mapping[str, float] = field(default_factory=dict)
+    """When (Unix seconds) this process has issued the identities of which pods, by uid."""
     admission: Admission = AT_ONCE
     """Who says how many workers it may have."""
 

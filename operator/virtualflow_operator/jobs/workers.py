@@ -16,6 +16,7 @@ from virtualflow_operator.api import Node, Object, Standing, format_time, parse_
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import FAILED_GRACE, LINGER_GRACE, CheckTemplates, CreatePod, Draft, ReadEvents
+from virtualflow_operator.jobs.identities import name_identity
 from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
 from virtualflow_operator.jobs.scene import JobFacts
@@ -58,12 +59,14 @@ def templates_accepted(facts: JobFacts, draft: Draft) -> bool:
         if facts.now < retry:
             draft.wake(retry)
             return False
+    identity = name_identity(facts, "check")
     pods = [
-        manifests.worker_pod(draft.job, group, 0, "127.0.0.1", facts.settings) for group in facts.spec.worker_groups
+        manifests.worker_pod(draft.job, group, 0, "127.0.0.1", facts.settings, identity)
+        for group in facts.spec.worker_groups
     ]
     for pod in pods:
         facts.admitted.placement.complete_template(pod)
-    pods.append(manifests.coordinator_pod(draft.job, 0, facts.settings))
+    pods.append(manifests.coordinator_pod(draft.job, 0, facts.settings, identity))
     templates = [*(group.template for group in facts.spec.worker_groups), facts.spec.coordinator.template]
     for pod, template in zip(pods, templates, strict=True):
         pod["metadata"]["name"] += "-check"  # no worker is called so: the dry run meets no existing pod
@@ -131,8 +134,15 @@ def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:
 
 
 def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> None:
+    names = [manifests.worker_name(facts.job, new.group, new.ordinal) for new in plan.create]
     made = [
-        (new, manifests.worker_pod(draft.job, new.group, new.ordinal, address, facts.settings)) for new in plan.create
+        (
+            new,
+            manifests.worker_pod(
+                draft.job, new.group, new.ordinal, address, facts.settings, name_identity(facts, name)
+            ),
+        )
+        for new, name in zip(plan.create, names, strict=True)
     ]
     facts.admitted.placement.place_workers(made, facts.job, facts.pods.workers)
     leaving = _leaving_nodes(facts)

@@ -233,8 +233,10 @@ def test_the_operator_finds_its_key_where_it_looks_for_it(values: Object, name: 
     (volume,) = (volume for volume in pod["volumes"] if "secret" in volume)
     assert volume["secret"]["secretName"] == name
     (mount,) = (mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == volume["name"])
-    (item,) = volume["secret"]["items"]
-    assert f"{mount['mountPath']}/{item['path']}" == str(read_settings([], environment(objects)).key_file)
+    settings = read_settings([], environment(objects))
+    paths = [str(settings.key_file), str(settings.other_key_file)]
+    assert [f"{mount['mountPath']}/{entry}" for entry in ("key", "other")] == paths
+    assert "items" not in volume["secret"], "the other one need not be there"
 
 
 # Network

@@ -214,7 +214,8 @@ def test_a_backup_is_restored_in_another_cluster_and_its_jobs_resume_from_their_
             of_it = f"-l {LABEL_JOB}=digits,virtualflow.dev/role=worker"
             until(lambda: person.read(f"kubectl get pods {of_it} -o name"))
             (worker, *_) = json.loads(person.read(f"kubectl get pods {of_it} -o json"))["items"]
-            (token,) = json.loads(person.read(f"kubectl get secrets -l {LABEL_JOB}=digits -o json"))["items"]
+            secrets = json.loads(person.read(f"kubectl get secrets -l {LABEL_JOB}=digits -o json"))["items"]
+            (token,) = (secret for secret in secrets if "token" in secret["data"])
         environment = {each["name"]: each.get("value") for each in worker["spec"]["containers"][0]["env"]}
         assert environment["VIRTUALFLOW_CHECKPOINT_DIR"].rpartition("/")[2] == former
         uid = person.read("kubectl get vfj digits -o jsonpath={.metadata.uid}")

@@ -11,7 +11,8 @@ from contract import NAMESPACES, Cluster, eventually, on_the_real
 from rendering import DEFAULTS, NAMESPACE, only, render, with_helm
 from scenes import SETTINGS
 
-from virtualflow_operator.api.objects import read_job
+from virtualflow_operator.api.objects import Job, Pod, read_job
+from virtualflow_operator.constants import WORKER
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.k8s.client import NETWORK_POLICIES, PDBS, PODS, SECRETS, SERVICES, Object, Resource
 
@@ -82,6 +83,24 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         ),
         "no Secret that holds the token",
     ),
+    "an identity of a pod that is no job's": (
+        "identity",
+        lambda it: (
+            it["metadata"].update(name="database-0-identity-00000000"),
+            it["metadata"]["ownerReferences"][0].update(name="database-0"),
+        ),
+        OWNED,
+    ),
+    "an identity of another pod than its owner": (
+        "identity",
+        lambda it: it["metadata"].update(name="digits-workers-1-identity-00000000"),
+        OWNED,
+    ),
+    "an identity that a ReplicaSet owns": (
+        "identity",
+        lambda it: it["metadata"]["ownerReferences"][0].update(kind="ReplicaSet", apiVersion="apps/v1"),
+        OWNED,
+    ),
     "a Secret of another name": ("secret", lambda it: it["metadata"].update(name="tls"), OWNED),
     "a Service to the outside": ("service", lambda it: it["spec"].update(type="NodePort"), "lead from inside"),
     "a Service at a foreign address": (
@@ -129,9 +148,15 @@ async def made(cluster: Cluster) -> dict[str, tuple[Resource, Object]]:
         "pod": (PODS, manifests.worker_pod(job, job.spec.worker_groups[0], 0, "10.0.0.1", SETTINGS)),
         "service": (SERVICES, manifests.service(job, 0)),
         "secret": (SECRETS, manifests.secret(job, "0" * 64, SETTINGS)),
+        "identity": (SECRETS, manifests.identity_secret(job, _worker(job), {"identity.pem": b"key"})),
         "budget": (PDBS, manifests.disruption_budget(job)),
         "network policy": (NETWORK_POLICIES, manifests.network_policy(job, SETTINGS)),
     }
+
+
+def _worker(job: Job) -> Pod:
+    name = f"{job.name}-workers-0"
+    return Pod(name, "its-uid", job.uid, WORKER, identity=f"{name}-identity-00000000")
 
 
 def _group() -> Object:
@@ -191,8 +216,13 @@ async def test_what_others_have_made_is_not_the_operators_to_change_or_delete(cl
     await cluster.api.create(SERVICES, cluster.namespace, service)
     await cluster.api.create(SERVICES, cluster.namespace, objects["service"][1])
     await cluster.pod("database-0")
-    await cluster.api.create(PODS, cluster.namespace, objects["pod"][1])
+    pod = await cluster.api.create(PODS, cluster.namespace, objects["pod"][1])
+    objects["identity"][1]["metadata"]["ownerReferences"][0]["uid"] = pod["metadata"]["uid"]
     patch = {"spec": {"selector": objects["service"][1]["spec"]["selector"]}}
+    secrets = {kind: copy.deepcopy(objects[kind][1]) for kind in ("secret", "identity")}
+    secrets["others"] = {"metadata": {"name": "database"}, "stringData": {"password": "secret"}}
+    for secret in secrets.values():
+        await cluster.api.create(SECRETS, cluster.namespace, secret)
     await install(cluster, DEFAULTS)
     try:
 
@@ -207,6 +237,15 @@ async def test_what_others_have_made_is_not_the_operators_to_change_or_delete(cl
         own, worker = objects["service"][1]["metadata"]["name"], objects["pod"][1]["metadata"]["name"]
         assert await send("PATCH", SERVICES.path(cluster.namespace, own), patch) == 200
         assert await send("DELETE", PODS.path(cluster.namespace, worker)) == 200
+        changed = {}
+        for kind, secret in secrets.items():
+            name = secret["metadata"]["name"]
+            path = SECRETS.path(cluster.namespace, name)
+            body = copy.deepcopy(secrets["identity"] if kind == "others" else secret)
+            body["metadata"]["name"] = name
+            changed[kind] = (await cluster.send("PUT", path, body, dryRun="All"))[0]
+            assert (await cluster.send("GET", path))[0] == 403, "it reads none"
+        assert changed == {"secret": 422, "identity": 200, "others": 422}
     finally:
         await remove(cluster)
 

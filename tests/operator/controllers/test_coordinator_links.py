@@ -23,6 +23,7 @@ from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow_operator.api.objects import CoordinatorLink, read_job
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks, kept
+from virtualflow_operator.controllers.issuer import Issuer
 from virtualflow_operator.observability import Metrics
 from virtualflow_operator.settings import OperatorSettings
 
@@ -59,7 +60,8 @@ class Operator:
     def __init__(self, settings: OperatorSettings) -> None:
         self.metrics = Metrics()
         self.woken: list[tuple[str, str]] = []
-        self.links = CoordinatorLinks(KEY, lambda key, _: self.woken.append(key), settings, self.metrics)
+        issuer = Issuer([KEY], settings.certificates)
+        self.links = CoordinatorLinks(issuer, lambda key, _: self.woken.append(key), settings, self.metrics)
 
     def follow(self, name: str, address: str, namespace: str = "ml", workers: int = 2) -> None:
         job = read_job(body())

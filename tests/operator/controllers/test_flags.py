@@ -9,7 +9,7 @@ import pytest
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.controllers import flags
 from virtualflow_operator.controllers.flags import OPTIONS, read_settings
-from virtualflow_operator.settings import LeaseSettings, OperatorSettings
+from virtualflow_operator.settings import CertificateSettings, LeaseSettings, OperatorSettings
 
 IMAGE = {"VIRTUALFLOW_OPERATOR_IMAGE": "virtualflow-operator:test"}
 
@@ -53,6 +53,10 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         "image_pull_policy": "always",
         "image_pull_secrets": "pull.secret",
         "key_file": "/tmp/key",
+        "other_key_file": "/tmp/other",
+        "certificate_seconds": "3600",
+        "renewal_seconds": "60",
+        "allow_plaintext": "true",
         "lease_namespace": "system",
         "lease_name": "other",
         "lease_seconds": "20",
@@ -88,6 +92,8 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
     assert by_flags.lease == LeaseSettings(name="other", namespace="system", identity="pod-1", duration=20)
     assert (by_flags.relist, by_flags.progress_interval, by_flags.crashes.backoff_first) == (60.5, 1, 0.5)
     assert by_flags.unschedulable_patience == 120
+    assert by_flags.certificates == CertificateSettings(lifetime=3_600, renewal=60)
+    assert (by_flags.allow_plaintext, by_flags.other_key_file) == (True, Path("/tmp/other"))
     assert (by_flags.job_metrics, by_flags.network_policies, by_flags.key_file) == (False, True, Path("/tmp/key"))
 
 
@@ -118,6 +124,8 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         ("concurrency", "99999999999999999999", "from 1"),
         ("backoff_seconds", "0", "from 0.1"),
         ("backoff_seconds", "301", "to 300"),
+        ("certificate_seconds", "60", "from 600"),
+        ("renewal_seconds", "-1", "from 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_one_sentence_that_names_its_source(

@@ -52,7 +52,7 @@ def manager_of(api: KubeApi, metrics: Metrics, rest: float = 0.0) -> Manager:
         OperatorSettings(image="operator:test", sharing=SharingSettings(rest=rest)),
         DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
     )
-    return Manager(own, api, election, KEY.encode(), metrics, too_deep)
+    return Manager(own, api, election, [KEY.encode()], metrics, too_deep)
 
 
 @pytest.mark.parametrize(("rest", "decisions"), [(0.0, 3), (1e6, 1)], ids=["quick", "long"])

@@ -34,7 +34,7 @@ from virtualflow.protocol.settings import (
 from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.manifests import coordinator_hash, hash_templates, template_hash
+from virtualflow_operator.jobs.template_hashes import coordinator_hash, hash_templates, template_hash
 from virtualflow_operator.settings import LeaseSettings, OperatorSettings
 
 Spec = dict[str, Any]

@@ -27,6 +27,7 @@ from virtualflow.cluster.api import (
 )
 from virtualflow.cluster.logs import BrokenOff, Line, followed, merged
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.protocol.identity import PAGE_TOKEN
 from virtualflow.protocol.settings import ENV_TOKEN
 from virtualflow.protocol.wording import counted
 
@@ -38,7 +39,7 @@ class Coordinator:
     pod: str
     port: int
     token: str = field(repr=False)
-    """The job's."""
+    """The job's: it opens the live page, or all of a job in plaintext."""
 
 
 class Job:
@@ -139,10 +140,10 @@ class Job:
         named = [pod for pod in running if pod.metadata.name == self.status.get("coordinator")]
         pod = (named or running)[0]
         container = next(each for each in pod.spec.containers if each.name == COORDINATOR)
-        key = next(each.value_from.secret_key_ref for each in container.env if each.name == ENV_TOKEN)
-        with said(f"read the Secret {key.name}, which has the job's token"):
-            secret = self._core.read_namespaced_secret(key.name, self.namespace, _request_timeout=REQUEST_SECONDS)
-        token = base64.b64decode(secret.data[key.key]).decode()
+        name, key = _place_of_token(pod, container)
+        with said(f"read the Secret {name}, which has the job's token"):
+            secret = self._core.read_namespaced_secret(name, self.namespace, _request_timeout=REQUEST_SECONDS)
+        token = base64.b64decode(secret.data[key]).decode()
         return Coordinator(str(pod.metadata.name), int(container.ports[0].container_port), token)
 
     def workers(self) -> list[str]:
@@ -324,6 +325,17 @@ class Job:
 def deadline_after(seconds: float | None) -> float | None:
     """So many seconds from now, by the monotonic clock."""
     return None if seconds is None else time.monotonic() + seconds
+
+
+def _place_of_token(pod: Any, container: Any) -> tuple[str, str]:
+    """The Secret, and its entry, with a coordinator's token: a file of its identity, or else a variable."""
+    projected = (volume.projected for volume in pod.spec.volumes or () if volume.projected)
+    for source in (source.secret for volume in projected for source in volume.sources if source.secret):
+        for item in source.items or ():
+            if item.path == PAGE_TOKEN:
+                return str(source.name), str(item.key)
+    reference = next(each.value_from.secret_key_ref for each in container.env if each.name == ENV_TOKEN)
+    return str(reference.name), str(reference.key)
 
 
 def _ends(pod: Any) -> bool:

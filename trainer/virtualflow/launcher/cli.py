@@ -279,7 +279,7 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
     import logging
 
     from virtualflow.coordinator import serve
-    from virtualflow.launcher.registry import PAGE_TOKEN
+    from virtualflow.protocol.identity import PAGE_TOKEN
 
     credential = read_credential()
     identity = None if isinstance(credential, str) else credential

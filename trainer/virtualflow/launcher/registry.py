@@ -25,7 +25,7 @@ import msgspec
 from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.certificates import Authority, Party, Role, make_key
-from virtualflow.protocol.identity import Credential, Identity, write_identity
+from virtualflow.protocol.identity import PAGE_TOKEN, Credential, Identity, write_identity
 from virtualflow.protocol.live_view import PageFrame, page_address
 from virtualflow.protocol.settings import ENV_IDENTITY, ENV_TOKEN
 
@@ -176,9 +176,6 @@ def live_page(name: str | None = None, *, height: int = 700, wait: float = 30.0)
 
 
 # --- who may take part in a job of this machine -----------------------------------------------------------------------
-
-PAGE_TOKEN = "page-token"
-"""In the folder of a coordinator's identity: what the live page's token is derived from."""
 
 
 class JobAccess:

@@ -196,6 +196,9 @@ class CoordinatorClient:
             except CallRefused:
                 tell(False)
                 raise
+            except aiohttp.ClientConnectorCertificateError as error:
+                tell(False)
+                raise CallRefused(403, explain_refusal(self._url, error)) from error
             except (aiohttp.ClientError, OSError, TimeoutError):
                 pass  # It is restarting, or gone for good: whoever started it knows, and stops watching.
             tell(False)

@@ -32,6 +32,8 @@ logger = logging.getLogger("virtualflow.identity")
 OWN = "identity.pem"
 """A private key and its certificate: one file, so that none is read beside the other's successor."""
 AUTHORITIES = "authorities.pem"
+PAGE_TOKEN = "page-token"
+"""Beside them, of a coordinator: what the live page's token is derived from."""
 _LARGEST = 64 << 10
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 _LENGTH = 2

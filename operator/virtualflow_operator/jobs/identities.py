@@ -1,0 +1,86 @@
+"""Each pod of a job has an identity, replaced in time; a job in plaintext has none. Pure.
+
+The certificates of all pods of a job are replaced together. When, is in the job's status, so an operator that has just
+started replaces none too early. A pod that is made meanwhile has a later one, and gets its next one with the others.
+"""
+
+from __future__ import annotations
+
+from virtualflow_operator.api import CertificateStatus, Pod, format_time, parse_time
+from virtualflow_operator.constants import COORDINATOR
+from virtualflow_operator.jobs.actions import Draft, IssueIdentity
+from virtualflow_operator.jobs.manifests import identity_name
+from virtualflow_operator.jobs.scene import JobFacts
+from virtualflow_operator.settings import OperatorSettings
+
+
+def in_plaintext(facts: JobFacts) -> bool:
+    """Whether the job does without certificates: as it has begun, else as its user wants it."""
+    job = facts.job
+    if job.status.plaintext is not None:
+        return job.status.plaintext
+    coordinators = [pod for pod in facts.scene.pods if pod.role == COORDINATOR and pod.owner == job.uid and pod.live]
+    if coordinators:
+        return not any(pod.identity for pod in coordinators)
+    # An operator that has a coordinator and says nothing of it knew of no certificates.
+    return job.status.coordinator is not None or facts.spec.security.plaintext
+
+
+def refuse_plaintext(facts: JobFacts) -> str:
+    """Why the job does not begin, in a sentence, as its user wants what the cluster does not allow; else empty."""
+    begun = facts.job.status.plaintext is not None or facts.job.status.coordinator is not None
+    if begun or facts.settings.allow_plaintext or not facts.spec.security.plaintext:
+        return ""
+    return (
+        "spec.security.plaintext is not allowed here: remove it, or have whoever runs the cluster set the chart's "
+        "value jobs.allowPlaintext"
+    )
+
+
+def name_identity(facts: JobFacts, pod: str) -> str:
+    """The Secret of the identity of a pod that is to be made; empty: it gets none."""
+    return "" if in_plaintext(facts) else identity_name(facts.job, pod, facts.now)
+
+
+def issue_identities(facts: JobFacts, draft: Draft) -> None:
+    """See to it that each pod has an identity, and a new one in time."""
+    pods = [pod for pod in facts.scene.pods if pod.identity and pod.owner == facts.job.uid and pod.live]
+    if not pods:
+        return
+    issued, known = facts.scene.issued, draft.status.certificates
+    renewal = (parse_time(known.renewal_time) or 0.0) if known is not None else 0.0
+    due = known is None or facts.now >= renewal or known.keys != facts.settings.key_ids
+    # What this process has issued is by the present keys: it is replaced only once it is old.
+    aged = facts.now - facts.settings.certificates.renew_after
+    oldest = max(renewal, aged) if facts.now >= renewal else aged
+    lacking = [pod for pod in pods if _lacks(pod, issued.get(pod.uid), oldest if due else None)]
+    for pod in lacking:
+        draft.actions.append(IssueIdentity(pod, renew=due))
+    if due and not lacking:
+        first = min(issued[pod.uid] for pod in pods)
+        known = describe_certificates(first, facts.settings)
+        draft.amend(certificates=known)
+    if known is not None:
+        draft.wake(parse_time(known.renewal_time))
+
+
+def _lacks(pod: Pod, issued: float | None, oldest: float | None) -> bool:
+    """Whether a pod needs an identity.
+
+    Args:
+        issued: when this process has given it one; ``None``: it has not.
+        oldest: when those were issued that are no longer new enough, all before; ``None``: none is to be replaced.
+    """
+    if issued is None:
+        return oldest is not None or pod.phase == "Pending"  # one that has begun has one, by whichever operator
+    return oldest is not None and issued < oldest
+
+
+def describe_certificates(issued: float, settings: OperatorSettings) -> CertificateStatus:
+    """What a status says of certificates, the first of which was issued then."""
+    spans = settings.certificates
+    return CertificateStatus(
+        renewal_time=format_time(issued + spans.renew_after),
+        expiry_time=format_time(issued + spans.lifetime),
+        keys=settings.key_ids,
+    )
