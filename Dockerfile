@@ -3,9 +3,10 @@
 #   docker build -t virtualflow-operator .                     operator and coordinator; knows nothing of torch
 #   docker build -t virtualflow-trainer --target trainer .     workers: torch, scikit-learn and the examples
 #
-# Every version comes from constraints.txt, every requirement from pyproject.toml. pip's own settings choose the index:
-# --build-arg PIP_INDEX_URL=... for a mirror, --build-arg PIP_EXTRA_INDEX_URL=... for the one that has torch's builds
-# for CPUs (the default on Linux brings CUDA along, which is what GPU nodes need).
+# Everything is installed from the locks in images/, which `make lock` writes: a file with another hash is refused. The
+# trainer has torch with CUDA; --build-arg TORCH=cpu chooses the build for CPUs (x86_64). pip's own settings choose the
+# index: --build-arg PIP_INDEX_URL=... for a mirror, --build-arg PIP_EXTRA_INDEX_URL=... for the one that has torch's
+# builds for CPUs.
 #
 # Plain instructions only, so that engines without BuildKit can build it too; with those, each target costs what
 # stands above it.
@@ -32,34 +33,26 @@ USER 65532:65532
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-# Pins hold for build requirements too; nothing is compiled from source but this project, which is pure Python.
-ENV PIP_CONSTRAINT=/build/constraints.txt \
-    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+# Hashes are asked for wherever pip installs from an index. Nothing is compiled from source but this project, which is
+# pure Python.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_ONLY_BINARY=:all: \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 # Without pip: the base image's own installs into it.
 RUN python -m venv --without-pip /opt/virtualflow
-COPY constraints.txt ./
-
-
-# The requirements alone, as files: a change of pyproject.toml that leaves them as they are installs nothing anew.
-FROM build AS requirements
-COPY pyproject.toml ./
-RUN python -c 'import pathlib, tomllib; \
-project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]; \
-extras = project["optional-dependencies"]; \
-[pathlib.Path(f"{extra}.txt").write_text("\n".join([*project["dependencies"], *extras[extra], ""])) \
- for extra in ("operator", "trainer")]'
 
 
 # The project itself, as a thin layer over either environment: its console scripts name the environment's python.
 FROM build AS project
+COPY images/build.txt ./
+RUN python -m venv --without-pip tools \
+ && pip --python tools/bin/python install --quiet --require-hashes -r build.txt
 COPY pyproject.toml LICENSE README.md ./
 COPY trainer trainer
 COPY operator operator
-RUN pip wheel --quiet --no-deps --wheel-dir dist . \
+RUN tools/bin/python -m hatchling build -t wheel -d dist \
  && pip --python /opt/virtualflow/bin/python install --quiet --no-compile --no-deps --no-index \
         --prefix /project dist/*.whl \
  && python -m compileall -q --invalidation-mode unchecked-hash -s /project -p /opt/virtualflow /project/lib
@@ -68,11 +61,11 @@ RUN pip wheel --quiet --no-deps --wheel-dir dist . \
 # --- the operator and the coordinator ---------------------------------------------------------------------------------
 
 FROM build AS operator-dependencies
-COPY --from=requirements /build/operator.txt ./
+COPY images/operator.txt ./
 # The operator speaks to the API server in plain dictionaries, through ApiClient. The generated API classes and models
 # of the Kubernetes client (CoreV1Api, V1Pod and 1,800 more: 70 MB) are imported on demand only, and nobody here asks
 # for them but kopf, for the metadata of an object. Of pygments' lexers, no bytecode: rich may ask for one of 500.
-RUN pip --python /opt/virtualflow/bin/python install --quiet --no-compile -r operator.txt \
+RUN pip --python /opt/virtualflow/bin/python install --quiet --no-compile --require-hashes -r operator.txt \
  && cd /opt/virtualflow/lib/python3.*/site-packages \
  && find kubernetes/client/api kubernetes/client/models kubernetes/aio/client/api kubernetes/aio/client/models \
         -name '*.py' ! -name __init__.py \
@@ -102,10 +95,11 @@ LABEL org.opencontainers.image.title="VirtualFlow operator" \
 # --- the workers ------------------------------------------------------------------------------------------------------
 
 FROM build AS trainer-dependencies
-COPY --from=requirements /build/trainer.txt ./
-# scikit-learn brings the data of the examples. Tests of libraries, a sixth of the environment, stay behind; the import
-# shows that nothing needs them. A few modules of torch are written for later Pythons and do not compile under this one.
-RUN pip --python /opt/virtualflow/bin/python install --quiet --no-compile -r trainer.txt scikit-learn \
+ARG TORCH=cuda
+COPY images/trainer-${TORCH}.txt ./trainer.txt
+# Tests of libraries, a sixth of the environment, stay behind; the import shows that nothing needs them. A few modules
+# of torch are written for later Pythons and do not compile under this one.
+RUN pip --python /opt/virtualflow/bin/python install --quiet --no-compile --require-hashes -r trainer.txt \
  && cd /opt/virtualflow/lib/python3.*/site-packages \
  && rm -rf torch/test torch/bin/test_* \
  && find numpy scipy sklearn sympy networkx -type d -name tests -prune -exec rm -r {} + \

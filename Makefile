@@ -8,6 +8,8 @@ PROCESSES ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 4); [ $$
 VERSIONS ?= oldest newest newest@3.13 integrations
 # For the images: a mirror's --build-arg, or --network=host under a proxy.
 BUILD_ARGS ?=
+# torch in the trainer's image: cuda or cpu, each with a lock in images/.
+TORCH ?= cuda
 # The tests start hundreds of interpreters: each would compile every module anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
@@ -15,10 +17,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What packs the project, a few MB; .venv has torch and all that the tests need.
 PACKING := build/packaging
+# What resolves the locks of the images.
+LOCKING := build/locking
 PIP_INSTALL := -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-all test-versions lint docs e2e chaos campaign bench gpu dist image image-old clean
+.PHONY: help venv demo test test-slow test-all test-versions lint docs e2e chaos campaign bench gpu lock dist image image-old clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +72,9 @@ bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write doc
 gpu: $(STAMP) ## run all that needs a GPU, in under ten minutes, and write docs/explanation/gpu.md; ARGS="steps memory"
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.gpu $(ARGS)
 
+lock: $(LOCKING)/.installed ## write the locks in images/, from which the images install, and their licences; needs no .venv
+	@$(LOCKING)/bin/python images/lock.py
+
 dist: ## write the wheel and the sdist to dist/, and the packaged chart where helm is on the PATH; needs no .venv
 	@command -v helm >/dev/null || echo "the chart is left out: helm, which packs it, is not on the PATH (Helm 3.8 or newer, https://helm.sh)" >&2
 	@$(MAKE) --no-print-directory $(PACKING)/.installed
@@ -76,13 +83,13 @@ dist: ## write the wheel and the sdist to dist/, and the packaged chart where he
 	@if command -v helm >/dev/null; then helm package charts/virtualflow --destination dist; fi
 	@ls dist
 
-image: ## build virtualflow-operator:dev and virtualflow-trainer:dev
+image: ## build virtualflow-operator:dev and virtualflow-trainer:dev; TORCH=cpu for nodes without GPUs
 	docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:dev .
-	docker build $(BUILD_ARGS) --target trainer -t virtualflow-trainer:dev .
+	docker build $(BUILD_ARGS) --build-arg TORCH=$(TORCH) --target trainer -t virtualflow-trainer:dev .
 
 image-old: ## build both images of another commit with the tag old, for the test of upgrades: OLD=v0.1.0
 	git archive $(OLD) | docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:old -
-	git archive $(OLD) | docker build $(BUILD_ARGS) --target trainer -t virtualflow-trainer:old -
+	git archive $(OLD) | docker build $(BUILD_ARGS) --build-arg TORCH=$(TORCH) --target trainer -t virtualflow-trainer:old -
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -109,4 +116,10 @@ $(PACKING)/.installed: constraints.txt
 	$(check_python)
 	@$(PYTHON) -m venv --clear $(PACKING)
 	@$(PACKING)/bin/python $(PIP_INSTALL) hatchling -c constraints.txt
+	@touch $@
+
+$(LOCKING)/.installed:
+	$(check_python)
+	@$(PYTHON) -m venv --clear $(LOCKING)
+	@$(LOCKING)/bin/python $(PIP_INSTALL) --upgrade pip packaging uv
 	@touch $@

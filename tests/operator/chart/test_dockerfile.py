@@ -1,4 +1,4 @@
-"""The images keep their promises, as far as the Dockerfile can tell: pinned, unprivileged, small, from any index."""
+"""The images keep their promises, as far as the Dockerfile can tell: locked, unprivileged, small, from any index."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from pod_standard import beyond_restricted
 
 ROOT = Path(__file__).parents[3]
-PIP_OPTIONS_WITH_A_VALUE = {"--python", "--prefix", "--wheel-dir", "-r"}
 
 
 class Stage(NamedTuple):
@@ -60,20 +57,14 @@ def runs() -> list[str]:
 
 
 def pip_installs() -> list[list[str]]:
-    """Return the words of each ``pip install`` and ``pip wheel``."""
+    """Return the words of each command of pip."""
     commands = [part for run in runs() for part in run.split(" && ")]
-    return [shlex.split(command) for command in commands if re.match(r"\s*pip .*\b(install|wheel)\b", command)]
+    return [shlex.split(command) for command in commands if re.match(r"\s*(\S+ -m )?pip\b", command)]
 
 
 @cache
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-@cache
-def pinned_names() -> set[str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
 
 
 def sources_of_the_operator() -> str:
@@ -95,7 +86,7 @@ def test_an_image_runs_as_a_user_that_run_as_non_root_accepts(image: str) -> Non
 @pytest.mark.parametrize("image", ["operator", "trainer"])
 def test_an_image_has_no_tools_that_built_it(image: str) -> None:
     built = {name for name in stages() if "build" in {stage.base for stage in ancestry(name)}}
-    assert built == {"requirements", "project", "operator-dependencies", "trainer-dependencies"}
+    assert built == {"project", "operator-dependencies", "trainer-dependencies"}
     assert image not in built
     assert not any("pip " in run for stage in ancestry(image) for run in stage.all_of("RUN"))
     (environment,) = [run for run in stages()["build"].all_of("RUN") if "venv" in run]
@@ -104,8 +95,9 @@ def test_an_image_has_no_tools_that_built_it(image: str) -> None:
 
 @pytest.mark.parametrize("image", ["operator", "trainer"])
 def test_a_change_of_the_sources_does_not_install_the_dependencies_again(image: str) -> None:
-    copied = stages()[f"{image}-dependencies"].all_of("COPY")
-    assert copied == [f"--from=requirements /build/{image}.txt ./"]
+    (copied,) = stages()[f"{image}-dependencies"].all_of("COPY")
+    lock = {"operator": "images/operator.txt ./", "trainer": "images/trainer-${TORCH}.txt ./trainer.txt"}[image]
+    assert copied == lock
     layers = stages()[image].all_of("COPY")
     assert layers[:2] == [
         f"--from={image}-dependencies /opt/virtualflow /opt/virtualflow",
@@ -118,36 +110,21 @@ def test_the_operator_starts_isolated_and_has_console_scripts_for_people() -> No
     assert {"virtualflow", "virtualflow-operator"} <= set(project()["scripts"])
 
 
-def test_everything_is_installed_under_the_constraints() -> None:
-    (environment,) = stages()["build"].all_of("ENV")
-    assert "PIP_CONSTRAINT=/build/constraints.txt" in environment.split()
-    assert stages()["build"].all_of("COPY") == ["constraints.txt ./"]
-    for name in ("requirements", "project", "operator-dependencies", "trainer-dependencies"):
-        assert stages()["build"] in ancestry(name), name
+def test_all_but_the_project_itself_is_installed_by_hashes_from_a_lock() -> None:
+    *locked, project = sorted(pip_installs(), key=lambda command: "dist/*.whl" in command)
+    assert len(locked) == 3
+    for command in locked:
+        assert "--require-hashes" in command
+        assert command[-2] == "-r"
+    assert {"--no-index", "--no-deps"} <= set(project)
 
 
-def test_nothing_is_installed_that_has_no_pin() -> None:
-    extras = project()["optional-dependencies"]
-    wanted = [*project()["dependencies"], *extras["operator"], *extras["trainer"]]
-    for command in pip_installs():
-        before = ["", *command]
-        named = [word for option, word in zip(before, command, strict=False) if option not in PIP_OPTIONS_WITH_A_VALUE]
-        wanted += [
-            word for word in named if word not in {"pip", "install", "wheel", ".", "dist/*.whl"} and word[0] != "-"
-        ]
-    assert "scikit-learn" in wanted
-    assert {canonicalize_name(Requirement(text).name) for text in wanted} <= pinned_names()
-
-
-def test_the_requirements_of_both_images_are_those_of_the_project(tmp_path: Path) -> None:
-    (command,) = stages()["requirements"].all_of("RUN")
-    python, *arguments = shlex.split(command)
-    assert python == "python"
-    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
-    subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True, timeout=60)
-    for extra in ("operator", "trainer"):
-        lines = (tmp_path / f"{extra}.txt").read_text().splitlines()
-        assert lines == project()["dependencies"] + project()["optional-dependencies"][extra]
+def test_the_trainer_has_cuda_unless_the_build_for_cpus_is_asked_for() -> None:
+    assert stages()["trainer-dependencies"].all_of("ARG") == ["TORCH=cuda"]
+    assert {path.name for path in (ROOT / "images").glob("trainer-*")} == {"trainer-cuda.txt", "trainer-cpu.txt"}
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^TORCH \?= cuda$", makefile, re.MULTILINE)
+    assert "--build-arg TORCH=$(TORCH) --target trainer -t virtualflow-trainer:dev" in makefile
 
 
 def test_no_index_is_named_but_by_who_builds() -> None:
@@ -173,8 +150,8 @@ def test_what_is_copied_exists_and_is_all_that_the_engine_gets() -> None:
     let_in = {rule.removeprefix("!").rstrip("/") for rule in rules if rule.startswith("!")}
     copies = [copy.split() for stage in stages().values() for copy in stage.all_of("COPY")]
     copied = {source for words in copies if not words[0].startswith("--from=") for source in words[:-1]}
-    assert copied == let_in
-    assert all((ROOT / source).exists() for source in copied)
+    assert {"images/*.txt" if source.startswith("images/") else source for source in copied} == let_in
+    assert all((ROOT / source.replace("${TORCH}", torch)).exists() for source in copied for torch in ("cpu", "cuda"))
     assert set(rules) > {"**/__pycache__", "**/*.py[co]"}
 
 
