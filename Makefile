@@ -17,6 +17,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What packs the project, a few MB; .venv has torch and all that the tests need.
 PACKING := build/packaging
+CHART := build/chart/virtualflow
+# Of the images of a release, once they are built: sha256:...
+OPERATOR_DIGEST ?=
+export OPERATOR_DIGEST
 # What resolves the locks of the images.
 LOCKING := build/locking
 PIP_INSTALL := -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check
@@ -75,13 +79,20 @@ gpu: $(STAMP) ## run all that needs a GPU, in under ten minutes, and write docs/
 lock: $(LOCKING)/.installed ## write the locks in images/, from which the images install, and their licences; needs no .venv
 	@$(LOCKING)/bin/python images/lock.py
 
-dist: ## write the wheel and the sdist to dist/, and the packaged chart where helm is on the PATH; needs no .venv
+dist: ## write wheel, sdist, bill of materials and hashes to dist/, and the chart where helm is; OPERATOR_DIGEST=sha256:...
 	@command -v helm >/dev/null || echo "the chart is left out: helm, which packs it, is not on the PATH (Helm 3.8 or newer, https://helm.sh)" >&2
 	@$(MAKE) --no-print-directory $(PACKING)/.installed
 	@rm -rf dist
 	@$(PACKING)/bin/python -m hatchling build -d dist
-	@if command -v helm >/dev/null; then helm package charts/virtualflow --destination dist; fi
+	@if command -v helm >/dev/null; then $(MAKE) --no-print-directory $(CHART) && helm package $(CHART) --destination dist; fi
+	@$(PACKING)/bin/python images/sbom.py dist
 	@ls dist
+
+# The chart as it is packaged: it names the operator's image by the digest, where that is given.
+$(CHART): FORCE
+	@rm -rf $@ && mkdir -p $(dir $@) && cp -RL charts/virtualflow $@
+	@sed 's|^  digest: ""$$|  digest: "$(OPERATOR_DIGEST)"|' charts/virtualflow/values.yaml >$@/values.yaml
+FORCE:
 
 image: ## build virtualflow-operator:dev and virtualflow-trainer:dev; TORCH=cpu for nodes without GPUs
 	docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:dev .
@@ -112,10 +123,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "set up; to have virtualflow on the PATH: source $(VENV)/bin/activate"
 
-$(PACKING)/.installed: constraints.txt
+$(PACKING)/.installed: images/build.txt
 	$(check_python)
 	@$(PYTHON) -m venv --clear $(PACKING)
-	@$(PACKING)/bin/python $(PIP_INSTALL) hatchling -c constraints.txt
+	@$(PACKING)/bin/python $(PIP_INSTALL) --require-hashes -r $<
 	@touch $@
 
 $(LOCKING)/.installed:
