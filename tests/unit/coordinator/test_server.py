@@ -161,6 +161,31 @@ def test_the_minimum_is_set_with_the_number_of_workers() -> None:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
+HANDSHAKE = {
+    "Connection": b"Upgrade",
+    "Upgrade": b"websocket",
+    "Sec-WebSocket-Version": b"13",
+    "Sec-WebSocket-Key": b"MDEyMzQ1Njc4OWFiY2RlZg==",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/worker", "/v1/watch"])
+@pytest.mark.parametrize("header", HANDSHAKE)
+def test_a_handshake_with_bytes_that_are_no_text_is_refused(
+    path: str, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(server: Server) -> None:
+        headers = {"Host": b"here", "Authorization": b"Bearer " + TOKEN.encode(), **HANDSHAKE, header: b"\xff\xfe"}
+        said = b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers.items())
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(f"GET {path} HTTP/1.1\r\n".encode() + said + b"\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+    with_server(story)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     "first",
     [

@@ -37,7 +37,7 @@ from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
 from virtualflow.coordinator.snapshot import listed
 from virtualflow.coordinator.state import JobState
-from virtualflow.coordinator.status_stream import Watchers, answer
+from virtualflow.coordinator.status_stream import Watchers, answer, upgrade
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing, http_api, job_record, live_view
@@ -340,10 +340,12 @@ class CoordinatorServer:
 
         return handle
 
-    async def _worker(self, request: web.Request) -> web.WebSocketResponse:
+    async def _worker(self, request: web.Request) -> web.StreamResponse:
         """One worker's connection: a Hello, then messages both ways until either side closes it."""
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, compress=False)
-        await socket.prepare(request)
+        no_handshake = await upgrade(socket, request)
+        if no_handshake is not None:
+            return no_handshake
         certified = self.door.name_of(request)
         hello = await self._first_message(socket, certified)
         if hello is None or self._closing:

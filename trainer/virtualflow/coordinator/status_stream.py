@@ -73,7 +73,9 @@ class Watchers:
         if brief is None or progress is None:
             return answer(400, f"brief must be 0 or 1, and progress between 0 and {MAX_PROGRESS:g} seconds")
         socket = web.WebSocketResponse(heartbeat=WATCH_HEARTBEAT, max_msg_size=MAX_MESSAGE, compress=False)
-        await socket.prepare(request)
+        refusal = await upgrade(socket, request)
+        if refusal is not None:
+            return refusal
         reader = asyncio.create_task(_drain(socket))
         try:
             await self._tell(socket, reader, brief, progress)
@@ -115,6 +117,15 @@ class Watchers:
             encoded = m.encode(describe(self._job, brief))
             self._encoded[brief] = (self._job.version, encoded)
         return encoded
+
+
+async def upgrade(socket: web.WebSocketResponse, request: web.Request) -> web.Response | None:
+    """Make a WebSocket of a request; what to answer if it is no handshake of one."""
+    try:
+        await socket.prepare(request)
+    except (web.HTTPBadRequest, ValueError):  # aiohttp repeats a header in its sentence, or fails where that is no text
+        return answer(400, "this is no handshake of a WebSocket")
+    return None
 
 
 def answer(code: int, sentence: str) -> web.Response:
