@@ -19,6 +19,7 @@ from virtualflow.cluster.job import Job, deadline_after
 from virtualflow.cluster.logs import Line
 from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError
+from virtualflow.launcher.documents import describe_fault, parse_yaml
 from virtualflow.protocol.live_view import PageFrame
 from virtualflow.protocol.settings import MAX_MANIFEST
 
@@ -202,12 +203,16 @@ def read_manifest(manifest: Mapping[str, Any] | str | Path) -> Object:
         body: Any = dict(manifest)
     else:
         try:
-            body = yaml.safe_load(read_regular(Path(manifest), MAX_MANIFEST))
+            documents = parse_yaml(read_regular(Path(manifest), MAX_MANIFEST))
         except OSError as error:
             raise ConfigurationError(f"{manifest} cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeError, RecursionError) as error:
-            raise ConfigurationError(f"{manifest} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(body, dict) or body.get("kind") != KIND or not (body.get("metadata") or {}).get("name"):
+            raise ConfigurationError(f"{manifest} is not YAML: {describe_fault(error)}") from None
+        if len(documents) > 1:
+            raise ConfigurationError(f"{manifest} must hold exactly one document, a {KIND}; it holds {len(documents)}")
+        body = documents[0] if documents else None
+    metadata = body.get("metadata") if isinstance(body, dict) and body.get("kind") == KIND else None
+    if not isinstance(body, dict) or not isinstance(metadata, dict) or not metadata.get("name"):
         raise ConfigurationError(f"that is no {KIND} with a metadata.name")
     return body
 

@@ -120,11 +120,13 @@ class Watchers:
 
 
 async def upgrade(socket: web.WebSocketResponse, request: web.Request) -> web.Response | None:
-    """Make a WebSocket of a request; what to answer if it is no handshake of one."""
+    """Make a WebSocket of a request; what to answer if it is no handshake of one, or nobody is there any more."""
     try:
         await socket.prepare(request)
     except (web.HTTPBadRequest, ValueError):  # aiohttp repeats a header in its sentence, or fails where that is no text
         return answer(400, "this is no handshake of a WebSocket")
+    except ConnectionError:
+        return answer(400, "the connection was closed")
     return None
 
 

@@ -79,10 +79,12 @@ def load_manifest(path: Path) -> JobManifest:
         raise ConfigurationError(f"cannot read the manifest {path}: {_brief(error)}") from error
     import yaml
 
+    from virtualflow.launcher.documents import describe_fault, parse_yaml
+
     try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+        documents = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigurationError(f"the manifest {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigurationError(f"the manifest {path} is not YAML: {describe_fault(error)}") from error
     if len(documents) != 1:
         raise ConfigurationError(
             f"the manifest {path} must hold exactly one document, a {KIND}; it holds {len(documents)}"

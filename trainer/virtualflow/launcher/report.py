@@ -173,7 +173,7 @@ def read_report(content: bytes, name: str) -> Report:
     """
     try:
         return msgspec.json.decode(content, type=Report)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{name} is no report of virtualflow run --report: {error}") from None
 
 

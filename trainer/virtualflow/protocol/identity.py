@@ -182,7 +182,7 @@ class Identity:
     def _believe(self, der: bytes) -> tuple[Party, x509.Certificate]:
         try:
             certificate = x509.load_der_x509_certificate(der)
-        except ValueError as error:
+        except (ValueError, x509.InvalidVersion) as error:
             raise NotTrusted(f"that is no certificate: {error}") from None
         held = self.newest()
         return read_party(certificate, held.authorities, held.party.job, self._clock()), certificate

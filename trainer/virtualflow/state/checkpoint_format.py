@@ -284,7 +284,7 @@ def unseal(sealed: bytes, name: str, keys: SigningKeys = UNSIGNED) -> Manifest:
         keys.verify(content, envelope.signature, name)
         version = msgspec.json.decode(content, type=_Version).format
         manifest = msgspec.json.decode(content, type=Manifest) if version == FORMAT else None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be understood: {error}") from None
     if manifest is None:
         raise ConfigurationError(

@@ -84,7 +84,7 @@ def decode(line: bytes) -> Record | None:
     """The record of a line; ``None`` for one that is torn, because its writer was killed, or of a later version."""
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
