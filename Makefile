@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 RUNS ?= 20
+INPUTS ?= 1000000
 # Of the tests, which wait as much as they compute; each of them starts some of its own. 0: none but this one, for --pdb.
 PROCESSES ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 4); [ $$n -gt 4 ] && echo $$n || echo 4)
 # For test-versions: of torch, oldest, newest or a version, each also on another Python (newest@3.13); or integrations.
@@ -26,7 +27,7 @@ LOCKING := build/locking
 PIP_INSTALL := -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-all test-versions lint docs e2e chaos campaign bench gpu lock dist image image-old clean
+.PHONY: help venv demo test test-slow test-all test-versions lint docs e2e chaos fuzz campaign bench gpu lock dist image image-old clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +66,9 @@ e2e: $(STAMP) ## test on the cluster of KUBECONFIG, or on a kind cluster of its 
 
 chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undisturbed run
 	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --nightly --timeout=0 tests/trainer/jobs/test_chaos.py $(ARGS)
+
+fuzz: $(STAMP) ## give readers and a coordinator INPUTS (a million) random and mutated inputs; ARGS="--seed 7 manifests"
+	@PYTHONPATH=trainer:operator:tests:tests/unit:tests/trainer $(BIN)/python -m fuzz --inputs $(INPUTS) $(ARGS)
 
 campaign: $(STAMP) ## part, slow, stop and kill real jobs in network namespaces, as root; ARGS="--faults 2000"
 	@PYTHONPATH=trainer:. $(BIN)/python -m faults $(ARGS)
