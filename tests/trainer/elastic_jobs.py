@@ -29,6 +29,7 @@ import msgspec
 import psutil
 import torch
 from aiohttp import web
+from identities import Identities
 from injected import inject
 
 from forking import FORKING, start
@@ -36,7 +37,8 @@ from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.errors import Leave
 from virtualflow.protocol import http_api
-from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
+from virtualflow.protocol.identity import Identity
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_IDENTITY, ENV_TOKEN, ENV_WORKER
 from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange
@@ -179,8 +181,9 @@ class RunningCoordinator(Protocol):
 class _CoordinatorThread:
     """A real coordinator, on a thread of its own."""
 
-    def __init__(self, wanted: int, membership: MembershipSettings) -> None:
+    def __init__(self, wanted: int, membership: MembershipSettings, identity: Identity | None) -> None:
         self.url = ""
+        self._identity = identity
         self._ready = threading.Event()
         self._wanted = wanted
         self._settings = CoordinatorSettings(membership=membership)
@@ -195,13 +198,20 @@ class _CoordinatorThread:
         self._loop.close()
 
     async def _serve(self) -> None:
-        coordinator = self.coordinator = CoordinatorServer(TOKEN, self._wanted, self._settings)
+        coordinator = self.coordinator = CoordinatorServer(TOKEN, self._wanted, self._settings, identity=self._identity)
         runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        if self._identity is None:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        else:
+            assert runner.server is not None
+            listening = await coordinator.door.open(runner.server, "127.0.0.1", 0)
+            self.url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         self._ready.set()
         await self._over.wait()
+        if self._identity is not None:
+            listening.close()
         await coordinator.close()
         await runner.cleanup()
 
@@ -225,6 +235,7 @@ class ElasticJob:
         environment: Mapping[str, str] | None = None,
         membership: MembershipSettings | None = None,
         coordinator: RunningCoordinator | None = None,
+        parties: Identities | None = None,
     ) -> None:
         self.workers: dict[str, _Worker] = {}
         self._directory = directory
@@ -233,7 +244,11 @@ class ElasticJob:
         # Of a short name, since sockets go there; a worker that is killed leaves something in it.
         self._temporary = tempfile.mkdtemp(prefix="vf-")
         self._environment = {"TMPDIR": self._temporary, **(environment or {})}
-        self._coordinator = coordinator or _CoordinatorThread(workers, membership or MEMBERSHIP)
+        self._parties = parties
+        """Who takes part by certificate; ``None``: the job is in plaintext."""
+        identity = None if parties is None else parties.hold("coordinator", "coordinator")
+        self._context = None if parties is None else parties.hold("control", "control").client_context()
+        self._coordinator = coordinator or _CoordinatorThread(workers, membership or MEMBERSHIP, identity)
         self.wanted = workers
         self._held: int | None = None
         if hold is not None:
@@ -247,6 +262,12 @@ class ElasticJob:
     def url(self) -> str:
         """The coordinator's, for workers that a test starts itself."""
         return self._coordinator.url
+
+    @property
+    def coordinator(self) -> CoordinatorServer:
+        """The one in this process."""
+        assert isinstance(self._coordinator, _CoordinatorThread)
+        return self._coordinator.coordinator
 
     def status(self) -> http_api.Status:
         """The coordinator's, which hears first of the processes that have ended: whoever runs them confirms it."""
@@ -262,7 +283,7 @@ class ElasticJob:
     def _request(self, name: str, body: bytes | None) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         request = urllib.request.Request(f"{self._coordinator.url}/v1/{name}", data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE, context=self._context) as answer:
             return bytes(answer.read())
 
     def wait_for(
@@ -288,6 +309,8 @@ class ElasticJob:
             ENV_TOKEN: TOKEN,
             ENV_WORKER: name,
         }
+        if self._parties is not None:
+            environment[ENV_IDENTITY] = str(self._parties.issue("worker", name))
         ours, theirs = FORKING.Pipe(duplex=False)
         log = self._directory / f"{name}.log"
         log.touch()

@@ -87,7 +87,7 @@ def test_a_copy_that_was_damaged_at_rest_is_told_and_the_disk_counts(
     job.reach(40)
     job.wait_for(lambda status: status.memory_copy is not None, "a copy")
     job.kill_all()
-    kept = job._coordinator.coordinator._copies._newest  # type: ignore[attr-defined]
+    kept = job.coordinator._copies._newest
     kept.body[len(kept.body) // 2] ^= 1
     job.start_worker()
     job.hold(None)
