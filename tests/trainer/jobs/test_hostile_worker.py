@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from tiers import nightly
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import messages as m
 from virtualflow.transport.sealing import SECRET, Introduction
@@ -172,7 +171,10 @@ def processes(job: ElasticJob) -> list[psutil.Process]:
     return [psutil.Process(), *(psutil.Process(worker.process.pid) for worker in job.workers.values())]
 
 
-@pytest.mark.parametrize("count", [400, nightly(100_000)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count", [400, pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(2 * 3_600)])]
+)
 def test_a_hostile_worker_and_crowds_at_each_port_cost_a_job_nothing(
     tmp_path: Path, start_job: Callable[..., ElasticJob], count: int
 ) -> None:
