@@ -411,8 +411,8 @@ def disruption_budget(job: Job) -> Object:
 
 
 def network_policy(job: Job, settings: OperatorSettings) -> Object:
-    """Nobody but the job's own pods reaches its pods, and the operator its coordinator: what workers tell each other is
-    not encrypted, and NCCL and TCP stores know no passwords.
+    """Nobody but the job's own pods reaches its pods, and the operator its coordinator: strangers could fill the ports
+    of workers, and NCCL and TCP stores know no passwords.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": settings.lease.namespace}},

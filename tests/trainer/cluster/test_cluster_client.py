@@ -36,6 +36,7 @@ from virtualflow.cluster.checks import check
 from virtualflow.cluster.jobs_page import JobsSeen
 from virtualflow.cluster.plugin import main
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.protocol.identity import PAGE_TOKEN
 from virtualflow.protocol.live_view import view_token
 from virtualflow.protocol.settings import ENV_TOKEN
 
@@ -208,7 +209,7 @@ sys.exit(main(["coordinator", "--host", "127.0.0.1", "--port", port, "--ready-fi
 TOKEN = "the token of digits"
 
 
-def add_coordinator(client: Client, job: str, name: str) -> None:
+def add_coordinator(client: Client, job: str, name: str, *, plaintext: bool = False) -> None:
     """As the operator and the kubelet do: a pod that runs, whose token is in a Secret."""
     core, secret = client.core, f"{job}-token"
     if secret not in [each.metadata.name for each in core.list_namespaced_secret(client.namespace).items]:
@@ -217,11 +218,16 @@ def add_coordinator(client: Client, job: str, name: str) -> None:
     container = {
         "name": COORDINATOR,
         "image": "operator:test",
-        "env": [{"name": ENV_TOKEN, "valueFrom": reference}],
+        "env": [{"name": ENV_TOKEN, "valueFrom": reference}] if plaintext else [],
         "ports": [{"containerPort": 7700}],
     }
+    page = {"name": secret, "items": [{"key": "token", "path": PAGE_TOKEN}]}
+    sources = [{"secret": {"name": "its-identity"}}, {"secret": page}]
+    spec = {"containers": [container]}
+    if not plaintext:
+        spec["volumes"] = [{"name": "virtualflow-identity", "projected": {"sources": sources}}]
     metadata = {"name": name, "labels": {LABEL_JOB: job, LABEL_ROLE: COORDINATOR}}
-    core.create_namespaced_pod(client.namespace, {"metadata": metadata, "spec": {"containers": [container]}})
+    core.create_namespaced_pod(client.namespace, {"metadata": metadata, "spec": spec})
     core.patch_namespaced_pod_status(name, client.namespace, {"status": {"phase": "Running"}})
 
 
@@ -288,7 +294,7 @@ def test_the_way_to_the_page_is_kept_open_and_leaves_nothing(client: Client, kub
         assert looks(address) == "waiting"
         # The coordinator is lost, and another one takes its place: the address stays.
         client.core.delete_namespaced_pod("digits-coordinator-0", client.namespace, grace_period_seconds=0)
-        add_coordinator(client, "digits", "digits-coordinator-1")
+        add_coordinator(client, "digits", "digits-coordinator-1", plaintext=True)
         (child,) = psutil.Process(plugin.pid).children()
         child.kill()
         deadline = time.monotonic() + 60
