@@ -7,7 +7,6 @@ started replaces none too early. A pod that is made meanwhile has a later one, a
 from __future__ import annotations
 
 from virtualflow_operator.api import CertificateStatus, Pod, format_time, parse_time
-from virtualflow_operator.constants import COORDINATOR
 from virtualflow_operator.jobs.actions import Draft, IssueIdentity
 from virtualflow_operator.jobs.manifests import identity_name
 from virtualflow_operator.jobs.scene import JobFacts
@@ -19,9 +18,9 @@ def in_plaintext(facts: JobFacts) -> bool:
     job = facts.job
     if job.status.plaintext is not None:
         return job.status.plaintext
-    coordinators = [pod for pod in facts.scene.pods if pod.role == COORDINATOR and pod.owner == job.uid and pod.live]
-    if coordinators:
-        return not any(pod.identity for pod in coordinators)
+    present = [pod for pod in facts.scene.pods if pod.owner == job.uid and pod.live]
+    if present:
+        return not any(pod.identity for pod in present)
     # An operator that has a coordinator and says nothing of it knew of no certificates.
     return job.status.coordinator is not None or facts.spec.security.plaintext
 
