@@ -13,7 +13,7 @@ from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import CoordinatorLink, Job, Node, Pod, Service, format_time, read_job, read_pod
-from virtualflow_operator.jobs import manifests, template_hashes
+from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import Action, CreatePod, DeletePod, JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import PodEvent, Scene, TemplateVerdict
@@ -49,7 +49,7 @@ def accepted(raw: Spec, **status: Any) -> Spec:
     job = read_job(raw)
     known = {
         "phase": "Running",
-        "templateHash": template_hashes.hash_templates(job).all,
+        "templateHash": manifests.hash_templates(job).all,
         "coordinator": "digits-coordinator-0",
         "startTime": format_time(NOW - 100),
         "virtualNodes": job.spec.virtual_nodes,
@@ -151,7 +151,7 @@ def change(counter: int, cause: str = "join", **facts: Any) -> Change:
 
 
 def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> TemplateVerdict:
-    return TemplateVerdict(template_hashes.hash_templates(read_job(raw)).all, at, error)
+    return TemplateVerdict(manifests.hash_templates(read_job(raw)).all, at, error)
 
 
 def link(

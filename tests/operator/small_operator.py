@@ -23,10 +23,10 @@ from virtualflow_operator.jobs.actions import (
     PointService,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
-from virtualflow_operator.jobs.template_hashes import hash_templates
 from virtualflow_operator.k8s.cache import Store
 
 

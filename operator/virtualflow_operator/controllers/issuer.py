@@ -6,13 +6,24 @@ after a restart, and whoever has neither the key nor that job's pods can issue n
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import time
 from collections.abc import Callable, Sequence
 
 from virtualflow.protocol.certificates import Authority, Party, derive_key, make_key
 from virtualflow.protocol.identity import IssuedIdentity, identity_files
-from virtualflow_operator.jobs import derive_token, fingerprint
 from virtualflow_operator.settings import CertificateSettings
+
+
+def fingerprint(key: bytes) -> str:
+    """Which key it is, for names: nothing can be told from it about the key."""
+    return hashlib.sha256(b"virtualflow key " + key).hexdigest()[:8]
+
+
+def derive_token(key: bytes, uid: str) -> str:
+    """The token of the job with that uid: whoever has the operator's key can tell it, and nobody else."""
+    return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
 
 
 class Issuer:

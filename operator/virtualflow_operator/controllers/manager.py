@@ -16,10 +16,9 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator.api import Object, kueue_wishes, queue_of
 from virtualflow_operator.controllers.admissions import Admissions, Wakes
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
-from virtualflow_operator.controllers.issuer import Issuer
+from virtualflow_operator.controllers.issuer import Issuer, fingerprint
 from virtualflow_operator.controllers.job_controller import JobController
 from virtualflow_operator.controllers.workqueue import QueueHooks, RetryLater, WorkQueue
-from virtualflow_operator.jobs import fingerprint
 from virtualflow_operator.k8s import (
     LEASES,
     ApiError,

@@ -17,7 +17,6 @@ from virtualflow_operator.jobs.actions import (
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
 from virtualflow_operator.jobs.job_status_builder import is_progress
-from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import PodEvent, Scene, TemplateVerdict

@@ -1,16 +1,15 @@
 """What a job consists of in the cluster, as manifests. Pure: the same job gives the same manifests.
 
-A worker's pod is the user's template plus what makes it a worker; the template itself goes through untouched, whatever
-fields it has.
+A worker's pod is the user's template, which goes through untouched, plus what makes it a worker.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -83,16 +82,10 @@ from virtualflow_operator.constants import (
     TOKEN_KEY,
     WORKER,
 )
-from virtualflow_operator.jobs.template_hashes import coordinator_hash, hash_of, template_hash
 from virtualflow_operator.settings import OperatorSettings
 
 _USER = 65532
 """The user that coordinators run as: `nonroot` by convention."""
-
-
-def derive_token(key: bytes, uid: str) -> str:
-    """The token of the job with that uid: whoever has the operator's key can tell it, and nobody else."""
-    return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
 
 
 def selector(job: Job) -> str:
@@ -109,11 +102,6 @@ def labels(job: Job, role: str) -> dict[str, str]:
         LABEL_MANAGED_BY: MANAGED_BY,
         LABEL_JOB: job.name,
     }
-
-
-def fingerprint(key: bytes) -> str:
-    """Which key it is, for names: nothing can be told from it about the key."""
-    return hashlib.sha256(b"virtualflow key " + key).hexdigest()[:8]
 
 
 def secret_name(job: Job, settings: OperatorSettings) -> str:
@@ -462,3 +450,51 @@ def _metadata(job: Job, name: str, role: str, template: Mapping[str, Any] | None
             }
         ],
     }
+
+
+# --- what pods are made from, as a hash: a pod with another one is replaced -------------------------------------------
+# Another hash restarts every job. So what is hashed is named, and a newer field comes in only where it is no default.
+
+_CHECKPOINT = ("directory", "everySeconds", "everySteps", "keep", "volume")
+"""Fields of ``spec.checkpoint`` that a worker's pod is made from."""
+
+
+def template_hash(job: Job, group: WorkerGroup) -> str:
+    """What a worker's pod is made from. A profile is not in it: it is but a first guess."""
+    checkpoint = job.raw["spec"].get("checkpoint")
+    if checkpoint is not None:
+        checkpoint = {field: checkpoint[field] for field in _CHECKPOINT if field in checkpoint}
+    made_from = {"template": group.template, "checkpoint": checkpoint}
+    if job.spec.on_non_finite != "Continue":
+        made_from["onNonFinite"] = job.spec.on_non_finite
+    if job.spec.checkpoint is not None and job.spec.checkpoint.memory:
+        made_from["checkpointMemory"] = True
+    if group.memory is not None:
+        made_from["memory"] = [group.memory.device, group.memory.host, group.memory.activations]
+    return hash_of(made_from)
+
+
+def coordinator_hash(job: Job) -> str:
+    """What the coordinator's pod is made from; as for workers, nothing of it may change with the operator."""
+    elasticity = job.spec.elasticity
+    made_from: Object = {"template": job.spec.coordinator.template, "heartbeat": elasticity.heartbeat_limit_seconds}
+    if elasticity.hang_seconds is not None:
+        made_from["hang"] = elasticity.hang_seconds
+    return hash_of(made_from)
+
+
+class TemplateHashes(NamedTuple):
+    groups: Mapping[str, str]
+    coordinator: str
+    all: str
+
+
+def hash_templates(job: Job) -> TemplateHashes:
+    groups, coordinator = [template_hash(job, group) for group in job.spec.worker_groups], coordinator_hash(job)
+    names = (group.name for group in job.spec.worker_groups)
+    return TemplateHashes(dict(zip(names, groups, strict=True)), coordinator, hash_of([coordinator, *groups]))
+
+
+def hash_of(value: Any) -> str:
+    """Sixteen hexadecimal digits of what JSON can say."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -15,8 +15,8 @@ from virtualflow_operator.api import (
     Service,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission, Admitted
+from virtualflow_operator.jobs.manifests import TemplateHashes, hash_templates
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
-from virtualflow_operator.jobs.template_hashes import TemplateHashes, hash_templates
 from virtualflow_operator.settings import OperatorSettings
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from virtualflow_operator.api import Job, Object, PodAdditions, PodSet, WorkerGroup
 from virtualflow_operator.constants import COORDINATOR, KIND
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.template_hashes import hash_of
+from virtualflow_operator.jobs.manifests import hash_of
 from virtualflow_operator.settings import OperatorSettings
 
 _OF_A_POD = (

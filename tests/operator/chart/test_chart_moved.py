@@ -26,7 +26,7 @@ from stage import SECONDS, job
 import kube_apiserver
 from ports import free_port
 from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.jobs.manifests import derive_token
+from virtualflow_operator.controllers.issuer import derive_token
 
 pytestmark = [
     pytest.mark.skipif(HELM is None, reason="needs helm: put it on the PATH"),

@@ -22,7 +22,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import read_job, read_pod
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.jobs import manifests, template_hashes
+from virtualflow_operator.jobs import manifests
 
 
 class Life(RuleBasedStateMachine):
@@ -225,7 +225,7 @@ class Life(RuleBasedStateMachine):
         assert len(running) == min(job.spec.desired, room)
         assert len(workers) - len(running) == 0 or room < job.spec.desired + 1
         assert job.status.ready_replicas == len(running)
-        hashes = {g.name: template_hashes.template_hash(job, g) for g in job.spec.worker_groups}
+        hashes = {g.name: manifests.template_hash(job, g) for g in job.spec.worker_groups}
         if len(running) > 1:
             assert all(pod.template == hashes.get(pod.group) for pod in workers), "the new template is everywhere"
         assert job.status.phase == "Running"

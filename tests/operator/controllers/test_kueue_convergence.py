@@ -22,9 +22,9 @@ from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import read_job, read_pod
 from virtualflow_operator.constants import LABEL_GROUP, WORKER
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, JobPlan
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.scene import Scene
-from virtualflow_operator.jobs.template_hashes import hash_templates
 from virtualflow_operator.kueue import KueueAdmission, admitted_counts, follows_kueue
 
 PLENTY = 100

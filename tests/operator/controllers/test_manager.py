@@ -17,7 +17,7 @@ from trainers import DIGEST
 from tiers import nightly
 from virtualflow.protocol import http_api
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, WORKER
-from virtualflow_operator.jobs.manifests import derive_token
+from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.jobs.pod_classification import LEFT
 from virtualflow_operator.k8s.client import JOBS, NODES, PDBS, PODS, SECRETS, SERVICES
 

@@ -16,8 +16,7 @@ from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, Coo
 from virtualflow.protocol.identity import Credential, Identity, IssuedIdentity
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, WORKER
-from virtualflow_operator.controllers.issuer import Issuer
-from virtualflow_operator.jobs import fingerprint
+from virtualflow_operator.controllers.issuer import Issuer, fingerprint
 from virtualflow_operator.k8s.client import SECRETS, Object
 from virtualflow_operator.settings import DELIVERY, CertificateSettings
 

@@ -15,7 +15,7 @@ from virtualflow_operator.api import CertificateStatus, Pod, Service, format_tim
 from virtualflow_operator.api.objects import Job, read_job, read_pod
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, IssueIdentity, JobPlan
-from virtualflow_operator.jobs.template_hashes import hash_templates
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.settings import OperatorSettings
 
 LIFE, RENEWAL = SETTINGS.certificates.lifetime, SETTINGS.certificates.renew_after

@@ -33,8 +33,9 @@ from virtualflow.protocol.settings import (
 )
 from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB
+from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.template_hashes import coordinator_hash, hash_templates, template_hash
+from virtualflow_operator.jobs.manifests import coordinator_hash, hash_templates, template_hash
 from virtualflow_operator.settings import LeaseSettings, OperatorSettings
 
 Spec = dict[str, Any]
@@ -434,8 +435,8 @@ def test_the_service_leads_to_one_coordinator() -> None:
 
 
 def test_a_token_belongs_to_one_job_and_one_operator() -> None:
-    assert manifests.derive_token(b"k", "u") == manifests.derive_token(b"k", "u")
-    tokens = {manifests.derive_token(key, uid) for key in (b"k", b"l") for uid in ("u", "v")}
+    assert derive_token(b"k", "u") == derive_token(b"k", "u")
+    tokens = {derive_token(key, uid) for key in (b"k", b"l") for uid in ("u", "v")}
     assert len(tokens) == 4
     assert all(re.fullmatch(r"[0-9a-f]{64}", token) for token in tokens)
 

@@ -25,6 +25,7 @@ from scenes import (
 
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.objects import Node, Pod
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import (
     ClassifiedPod,
     PodClassification,
@@ -32,7 +33,6 @@ from virtualflow_operator.jobs.pod_classification import (
     describe_crash,
     find_worker,
 )
-from virtualflow_operator.jobs.template_hashes import hash_templates
 
 
 def look(stage: Stage, now: float = NOW, **options: Any) -> PodClassification:

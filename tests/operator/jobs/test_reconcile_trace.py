@@ -21,7 +21,7 @@ def check(trace: Trace) -> None:
 @pytest.mark.parametrize("make", [at_rest, scaled])
 def test_a_decision_passes_few_modules_and_computes_nothing_twice(make: Callable[[], Stage]) -> None:
     trace = trace_reconcile(make)
-    assert len(trace.modules) <= 17, sorted(trace.modules)
+    assert len(trace.modules) <= 16, sorted(trace.modules)
     check(trace)
 
 
@@ -29,5 +29,5 @@ def test_a_scale_from_the_watch_to_the_pod_passes_no_code_of_queues() -> None:
     asyncio.run(trace_scale())  # imports everything
     trace, made = asyncio.run(trace_scale())
     assert "digits-workers-2" in made
-    assert len(trace.modules) <= 31, sorted(trace.modules)
+    assert len(trace.modules) <= 30, sorted(trace.modules)
     check(trace)

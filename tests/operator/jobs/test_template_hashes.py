@@ -9,7 +9,7 @@ from scenes import body, group
 
 from virtualflow_operator.api import Job
 from virtualflow_operator.api.objects import read_job
-from virtualflow_operator.jobs.template_hashes import coordinator_hash, hash_templates, template_hash
+from virtualflow_operator.jobs.manifests import coordinator_hash, hash_templates, template_hash
 
 Spec = dict[str, Any]
 CLAIM = {"persistentVolumeClaim": {"claimName": "kept"}}
