@@ -34,7 +34,7 @@ from benchmarks import operator_scale
 from benchmarks.hostile_tenants import job, run_pods
 from benchmarks.operator_scale import ADDRESS, NAMESPACE, coordinators, insisting, operated
 from virtualflow.launcher.supervisor import die_with
-from virtualflow_operator.jobs.manifests import derive_token
+from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.k8s.client import JOBS, PODS, KubeApi
 
 JOBS_MADE = 100

@@ -36,7 +36,7 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.versions import PROTOCOL
 from virtualflow_operator.constants import COORDINATOR_PORT
-from virtualflow_operator.jobs.manifests import derive_token
+from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.k8s.client import JOBS, PODS, KubeApi, Object, Resource
 
 SIZES = (60, 500)

@@ -39,7 +39,7 @@ from benchmarks.jobs import ROOT, environment
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB
-from virtualflow_operator.jobs.manifests import derive_token
+from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.k8s.client import JOBS, NODES, PODS, QUEUES, ApiError, KubeApi, Object, Resource, Unavailable
 from virtualflow_operator.observability.metrics import CALLS
 from virtualflow_operator.settings import ApiSettings

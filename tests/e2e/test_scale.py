@@ -29,7 +29,7 @@ from statuses import coordinator_status
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE, PLURAL, WORKER
-from virtualflow_operator.jobs.manifests import derive_token
+from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.k8s.client import JOBS, PODS, ApiError, KubeApi, Resource
 from virtualflow_operator.settings import ApiSettings
 
