@@ -21,11 +21,11 @@ signals and ends. These go the whole way through the command line (*: in ``make 
 | jobs/test_jobs: all that can happen | SIGTERM, SIGKILL, SIGSTOP, no coordinator: a step repeated at most |
 | jobs/test_jobs: the loss of all; without checkpoints * | the newest counts, or it starts anew and says so |
 | jobs/test_jobs: a transformer; seven virtual nodes * | the same bits for other models and divisions |
-| jobs/test_jobs: a manifest | it trains like its script |
+| jobs/test_jobs: a manifest * | it trains like its script |
 | launcher/test_library_satellites * | interpreters of their own, in which nothing is shared by a fork |
 | jobs/test_chaos: one random schedule * | what nobody has thought of |
 | launcher/test_cli: sleepers; an interrupted run * | nothing outlives its runner; Ctrl-C, and on from the checkpoint |
-| worker/test_bad_input | one line and nothing lost: a full disk, a wrong token, another job's checkpoints |
+| worker/test_bad_input: a wrong token; other files * | one line and nothing lost: a full disk, others' checkpoints |
 | launcher/test_demo * | the demo and the scripts of the documents run as they stand |
 
 The others (``start_job``) are forks with a coordinator in a thread of the test: one for each kind of training
