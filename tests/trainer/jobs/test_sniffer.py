@@ -27,6 +27,7 @@ from namespaces import INSIDE, can_part_networks, enter, ip
 
 import programs
 from tiers import nightly
+from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import registry
 from virtualflow.protocol.identity import OWN, context_of
 from virtualflow.protocol.live_view import PAGE_PATH, VIEW_PATH, view_token
@@ -187,14 +188,17 @@ class Job:
                     async with browser.get(job.url + path) as answer:
                         assert answer.status == 200
                         self.views += METRIC.encode() in await answer.read()
-        except aiohttp.ClientError:
-            pass  # the coordinator has ended
+        except (aiohttp.ClientError, ConfigurationError):
+            pass  # the job has ended
 
     def _note_secrets(self, job: registry.RunningJob) -> None:
         if job.token:
             self.secrets |= {"token": job.token.encode(), "view token": view_token(job.token).encode()}
         for path in Path(job.identity or "/nowhere").parent.glob(f"*/{OWN}"):
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue  # the job has ended
             key = load_pem_private_key(content, None)
             assert isinstance(key, ec.EllipticCurvePrivateKey)
             raw = key.private_numbers().private_value.to_bytes(32)

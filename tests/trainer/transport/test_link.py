@@ -40,6 +40,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.told: list[m.FromWorker] = []
         self.connections: list[list[m.FromWorker]] = []
+        """What each of them was told, but for heartbeats, which come when they come."""
         self.sockets: list[web.WebSocketResponse] = []
         self.news = threading.Condition()
         self.welcomes = True
@@ -91,7 +92,8 @@ class Coordinator:
                 if isinstance(message, m.Hello) and self.welcomes:
                     await socket.send_bytes(m.encode(m.Welcome(False, 0, None, 1.0)))
                 with self.news:
-                    heard.append(message)
+                    if not isinstance(message, m.Heartbeat):
+                        heard.append(message)
                     self.told.append(message)
                     self.news.notify_all()
         return socket

@@ -83,6 +83,16 @@ def test_who_takes_part_in_a_job_is_told_where_its_identity_is_and_no_secret(pla
     assert (place / "digits.identity").is_dir(), "another job's end is none of its business"
 
 
+def test_a_job_that_ends_while_it_is_asked_for_is_said_to_have_ended(place: Path) -> None:
+    job = running("digits")
+    access = registry.JobAccess(job, HOUR)
+    job = dataclasses.replace(job, identity=access.control)
+    assert isinstance(job.credential, Identity)
+    (Path(access.control) / OWN).unlink()  # the first of its files that goes
+    with pytest.raises(ConfigurationError, match=r"^digits has just ended$"):
+        _ = job.credential
+
+
 def test_certificates_of_those_who_live_are_renewed(place: Path) -> None:
     access = registry.JobAccess(running("digits"), HOUR)
     folders = [Path(access.environment("worker", "worker-0", uid)["VIRTUALFLOW_IDENTITY"]) for uid in ("0", "1")]

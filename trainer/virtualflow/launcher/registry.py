@@ -25,7 +25,7 @@ import msgspec
 from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.certificates import Authority, Party, Role, make_key
-from virtualflow.protocol.identity import PAGE_TOKEN, Credential, Identity, write_identity
+from virtualflow.protocol.identity import OWN, PAGE_TOKEN, Credential, Identity, write_identity
 from virtualflow.protocol.live_view import PageFrame, page_address
 from virtualflow.protocol.settings import ENV_IDENTITY, ENV_TOKEN
 
@@ -53,8 +53,19 @@ class RunningJob:
 
     @property
     def credential(self) -> Credential:
-        """By what its coordinator is asked."""
-        return Identity(Path(self.identity)) if self.identity else self.token
+        """By what its coordinator is asked.
+
+        Raises:
+            ConfigurationError: the job has ended since it was looked up, or its certificate is not valid.
+        """
+        if not self.identity:
+            return self.token
+        try:
+            return Identity(Path(self.identity))
+        except ConfigurationError:
+            if (Path(self.identity) / OWN).exists():
+                raise
+            raise ConfigurationError(f"{self.name} has just ended") from None
 
 
 def directory() -> Path:
