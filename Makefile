@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUNS ?= 20
 INPUTS ?= 1000000
 # Of the tests, which wait as much as they compute; each of them starts some of its own. 0: none but this one, for --pdb.
-PROCESSES ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 4); [ $$n -gt 4 ] && echo $$n || echo 4)
+PROCESSES ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 4); [ $$n -gt 3 ] && echo $$n || echo 3)
 # For test-versions: of torch, oldest, newest or a version, each also on another Python (newest@3.13); or integrations.
 VERSIONS ?= oldest newest newest@3.13 integrations
 # For the images: a mirror's --build-arg, or --network=host under a proxy.

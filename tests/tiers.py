@@ -1,8 +1,9 @@
 """The tiers of the tests: ``make test`` before every change, ``make test-slow`` before it is taken, ``make test-all``.
 
-A test is marked ``slow`` where it takes about five seconds or more and quicker ones stand beside it: a whole story of
-the operator, a measurement, a killing at each place. ``make test-slow`` runs these alone, ``.ci/run`` both. What stays
-in ``make test`` whatever it takes is a kill, a resize and a loss of each kind of training, and the models of lineage.
+A test is marked ``slow`` where it takes more than a second of a processor and quicker ones stand beside it: a whole
+story of the operator, a measurement, a killing at each place, most of what a browser looks at. ``make test-slow`` runs
+these alone, ``.ci/run`` both. What stays in ``make test`` whatever it takes is a kill, a resize and a loss of each kind
+of training, and the models of lineage.
 
 ``make test-all`` runs everything every night.
 
@@ -16,8 +17,8 @@ signals and ends. These go the whole way through the command line (*: in ``make 
 
 | job of processes (``tests/trainer``) | what it proves |
 | --- | --- |
-| jobs/test_jobs: three workers | the bits of one worker, every sample once |
-| jobs/test_jobs: resized up and down | announced changes repeat nothing, survivors stay |
+| jobs/test_jobs: three workers * | the bits of one worker, every sample once |
+| jobs/test_jobs: resized up and down * | announced changes repeat nothing, survivors stay |
 | jobs/test_jobs: all that can happen | SIGTERM, SIGKILL, SIGSTOP, no coordinator: a step repeated at most |
 | jobs/test_jobs: the loss of all; without checkpoints * | the newest counts, or it starts anew and says so |
 | jobs/test_jobs: a transformer; seven virtual nodes * | the same bits for other models and divisions |
@@ -53,6 +54,11 @@ def examples(count: int) -> int:
 def nightly(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
     """Give ``pytest.param`` of the nightly tier."""
     return pytest.param(*values, marks=pytest.mark.nightly, id=id)
+
+
+def slow(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
+    """Give ``pytest.param`` of the slow tier."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def needs(package: str, why_not: str = "make test-all installs it") -> pytest.MarkDecorator:

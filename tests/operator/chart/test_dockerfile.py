@@ -166,6 +166,7 @@ def test_the_operator_asks_for_no_generated_class_of_the_kubernetes_client() -> 
     assert re.findall(typed, sources_of_the_operator()) == []
 
 
+@pytest.mark.slow
 def test_what_kopf_imports_of_the_kubernetes_client_stays_in_the_image() -> None:
     """What is imported with kopf and the client today, in a fresh interpreter, is what the image keeps."""
     code = (

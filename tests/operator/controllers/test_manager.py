@@ -108,6 +108,7 @@ def test_nothing_is_written_but_what_a_job_needs(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_and_written_while_nothing_happens(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -136,6 +137,7 @@ def test_nothing_is_asked_and_written_while_nothing_happens(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_progress_is_written_now_and_then(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start("--progress-seconds=0.5")

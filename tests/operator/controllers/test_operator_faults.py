@@ -202,6 +202,7 @@ def test_a_deleted_service_comes_back_at_the_address_that_workers_call(tmp_path:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_what_goes_with_its_job_is_not_made_anew_if_pods_are_heard_of_first(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -224,6 +225,7 @@ def test_what_goes_with_its_job_is_not_made_anew_if_pods_are_heard_of_first(tmp_
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_deleted_while_its_operator_begins_is_not_made_anew(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         former = stage.start()

@@ -133,6 +133,7 @@ def test_certificates_are_replaced_while_a_job_trains(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_another_operator_issues_nothing_before_its_time(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         process = stage.start()
@@ -150,6 +151,7 @@ def test_another_operator_issues_nothing_before_its_time(tmp_path: Path) -> None
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_pod_whose_secret_was_not_made_gets_it_from_the_next_operator(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.kubelet.unmounted.add("digits")  # so that its workers wait
@@ -172,6 +174,7 @@ def _identities(stage: Stage) -> list[Object]:
     return [secret for secret in stage.server.all(SECRETS, NAMESPACE) if "-identity-" in secret["metadata"]["name"]]
 
 
+@pytest.mark.slow
 def test_the_operators_key_is_replaced_in_three_steps_under_a_job_that_trains(tmp_path: Path) -> None:
     keys = {name: f"{name} key, which is long enough to be one" for name in ("first", "second")}
     for name, key in keys.items():
@@ -198,6 +201,7 @@ def test_the_operators_key_is_replaced_in_three_steps_under_a_job_that_trains(tm
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_with_another_key_at_once_the_operator_is_refused_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "second").write_text("another key, which is long enough to be one")
 
@@ -216,6 +220,7 @@ def test_with_another_key_at_once_the_operator_is_refused_and_says_so(tmp_path: 
 # --- in plaintext -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_in_plaintext_begins_where_it_is_allowed_and_says_so(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         process = stage.start()

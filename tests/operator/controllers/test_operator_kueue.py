@@ -121,6 +121,7 @@ def test_an_elastic_job_grows_and_shrinks_without_leaving(tmp_path: Path) -> Non
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_job_waits_until_there_is_a_kueue_and_goes_on_without_its_label(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start("--kueue", admission__reread=0.2)

@@ -61,6 +61,7 @@ def test_workers_run_on_the_kind_that_their_job_was_given_and_the_statuses_say_s
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_better_kind_is_moved_to_without_a_repeated_step_but_not_by_a_bitwise_job(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_kinds(stage, node_a="slow", node_b="slow")

@@ -13,6 +13,7 @@ from virtualflow_operator.constants import WORKER
 from virtualflow_operator.k8s.client import NODES, PODS, Object
 
 
+@pytest.mark.slow
 def test_the_minimum_is_made_for_on_demand_nodes_and_the_rest_for_spot_ones(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         for node in NODE_NAMES:

@@ -195,6 +195,7 @@ def test_a_queue_that_cannot_share_says_why(
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_no_good_holds_up_nobody(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)
@@ -221,6 +222,7 @@ def test_a_job_that_is_no_good_holds_up_nobody(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_queue_deleted_under_running_jobs_leaves_them_what_they_have(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)
@@ -245,6 +247,7 @@ def test_a_queue_deleted_under_running_jobs_leaves_them_what_they_have(tmp_path:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_successor_of_the_operator_changes_nothing(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)
@@ -313,6 +316,7 @@ def test_a_queue_at_rest_is_never_written(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_fixed_capacity_counts_workers_and_needs_no_nodes(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage, resource=None, capacity=3, limits=[{"namespace": NAMESPACE, "capacity": 2}])

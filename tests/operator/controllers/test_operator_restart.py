@@ -20,6 +20,7 @@ from stage import NAMESPACE, TOKEN, WRITES, Stage, play
 
 from operator_metrics import scrape
 from ports import free_port
+from tiers import slow
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.k8s.client import JOBS, LEASES, PODS
 
@@ -314,8 +315,12 @@ def test_a_second_release_that_waits_can_be_asked_to_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "command",
-    [COMMAND, [sys.executable, "-m", "kopf", "run", "-m", "virtualflow_operator.controllers.watches", "-A"]],
-    ids=["virtualflow-operator", "kopf run"],
+    [
+        pytest.param(COMMAND, id="virtualflow-operator"),
+        slow(
+            [sys.executable, "-m", "kopf", "run", "-m", "virtualflow_operator.controllers.watches", "-A"], id="kopf run"
+        ),
+    ],
 )
 def test_it_starts_as_users_start_it_and_ends_when_asked_to(tmp_path: Path, command: list[str]) -> None:
     async def story(stage: Stage) -> None:

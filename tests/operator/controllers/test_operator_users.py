@@ -56,6 +56,7 @@ def test_a_suspended_job_leaves_no_pod_and_resumes(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_the_counters_of_goodput_move_with_the_job_and_stay_when_it_is_over(tmp_path: Path) -> None:
     port = free_port()
 
@@ -161,6 +162,7 @@ def test_a_webhook_that_does_not_answer_is_named_until_it_does(tmp_path: Path) -
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_deleted_job_that_somebody_else_holds_is_over_and_has_no_series(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         port = free_port()
@@ -181,6 +183,7 @@ def test_a_deleted_job_that_somebody_else_holds_is_over_and_has_no_series(tmp_pa
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_deleted_and_made_anew_at_once_is_another_job(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
@@ -264,6 +267,7 @@ def test_a_changed_template_rolls_without_a_repeated_step(tmp_path: Path) -> Non
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_changed_memory_rolls_without_a_repeated_step(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()

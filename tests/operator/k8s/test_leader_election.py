@@ -75,6 +75,7 @@ def test_times_are_written_as_the_api_writes_them() -> None:
     assert steady_clock() <= steady_clock()
 
 
+@pytest.mark.slow
 def test_leaving_at_once_says_why_and_cleans_up_nothing() -> None:
     script = (
         "import atexit, logging\n"

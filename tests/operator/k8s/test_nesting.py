@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage import NAMESPACE, Stage, play
 
+from tiers import slow
 from virtualflow_operator.k8s.client import JOBS, PODS, Object
 from virtualflow_operator.k8s.nesting import LEFT_OUT, MAX_LEVELS, DeepObjects, cut
 
@@ -63,7 +64,7 @@ def test_what_is_too_deep_becomes_a_sentence_and_all_beside_it_stays(value: Any,
         assert LEFT_OUT in json.dumps(read)
 
 
-@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 1_200, MOST_STORED, 1_000_000])
+@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 1_200, MOST_STORED, slow(1_000_000)])
 def test_however_deep_it_nests_it_can_be_read(levels: int) -> None:
     assert depth(json.loads(cut(nested(levels).encode()))) == MAX_LEVELS
 

@@ -152,6 +152,7 @@ def test_a_simulation_shows_how_wrong_it_was() -> None:
     assert (told.expected, told.expected_factor) == (0, 0.0)
 
 
+@pytest.mark.slow
 def test_the_past_is_worth_most_of_what_being_told_is() -> None:
     """As in the table of the document, on a shorter trace of that kind on which jobs wait for each other."""
     played, cost = recurring(5, 0.5, jobs=120), ResizeCost(6.0, 0.5)

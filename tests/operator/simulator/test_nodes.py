@@ -97,6 +97,7 @@ def test_no_placement_beats_the_least_and_none_needs_a_node_a_worker(
     assert found.moves == 0 or placement == "move"
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_document_are_what_comes_out() -> None:
     """And gathering saves node hours, moving more, and nothing more than there is to save."""
     document = (ROOT / "docs" / "explanation" / "simulator.md").read_text()

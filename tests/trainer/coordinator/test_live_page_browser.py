@@ -71,6 +71,7 @@ def text(identifier: str) -> str:
     return f"document.getElementById('{identifier}').textContent"
 
 
+@pytest.mark.slow
 def test_a_large_job_opens_without_a_complaint_and_asks_nobody_else() -> None:
     async def story(server: Server, tab: Tab) -> None:
         fill(server.state, 64, 1_000, 10_000)
@@ -92,6 +93,7 @@ def test_a_large_job_opens_without_a_complaint_and_asks_nobody_else() -> None:
     with_browser(story)
 
 
+@pytest.mark.slow
 def test_the_token_leaves_the_address_and_is_in_no_request() -> None:
     async def story(server: Server, tab: Tab) -> None:
         await show(server, tab)
@@ -118,6 +120,7 @@ def test_without_a_token_or_with_a_wrong_one_the_page_says_where_to_get_it() -> 
     with_browser(story)
 
 
+@pytest.mark.slow
 def test_what_users_have_named_is_text_and_nothing_else() -> None:
     async def story(server: Server, tab: Tab) -> None:
         evil = "<img src=x onerror=\"document.title='taken'\">"
@@ -203,6 +206,7 @@ const latest = (name) => shown.curves.figures.get(name).value;
 """
 
 
+@pytest.mark.slow
 def test_the_curves_of_a_killed_worker_are_true_at_once() -> None:
     """Three workers, one of which is killed in step 111: it takes 4 s until the next step, and two are slower."""
 
@@ -254,6 +258,7 @@ def test_the_curves_of_a_killed_worker_are_true_at_once() -> None:
     with_browser(story)
 
 
+@pytest.mark.slow
 def test_what_people_ask_first_comes_first_and_nothing_of_it_is_cut_off() -> None:
     async def story(server: Server, tab: Tab) -> None:
         state = server.state
@@ -313,6 +318,7 @@ OTHER = {
 }
 
 
+@pytest.mark.slow
 def test_curves_can_be_zoomed_smoothed_compared_and_taken_along(tmp_path: Path) -> None:
     async def story(server: Server, tab: Tab) -> None:
         state = server.state
@@ -373,6 +379,7 @@ def test_curves_can_be_zoomed_smoothed_compared_and_taken_along(tmp_path: Path) 
     with_browser(story)
 
 
+@pytest.mark.slow
 def test_words_are_explained_on_hover_and_by_keyboard_and_a_log_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "worker-1.log").write_text("<b>bold</b>\nlast line\n")
 
@@ -413,6 +420,7 @@ def test_words_are_explained_on_hover_and_by_keyboard_and_a_log_can_be_read(tmp_
     with_browser(story, logs=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_reports_page_copies_its_digest_fits_a_phone_and_lays_another_run_under_it(tmp_path: Path) -> None:
     series = msgspec.convert(OTHER, ViewSeries)
     one = Report("one", "done", 200, 20.0, digest="ab" * 32, series=series, origin={"command": "python train.py " * 9})
@@ -452,6 +460,7 @@ def test_a_reports_page_copies_its_digest_fits_a_phone_and_lays_another_run_unde
     with_browser(story)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
     async def story(server: Server, tab: Tab) -> None:
         fill(server.state, 2, 8, 1)
@@ -522,6 +531,7 @@ def test_a_kill_is_seen_and_the_speed_after_it_is_that_of_the_steps_since(start_
         pytest.param(DAY, id="a day", marks=[pytest.mark.nightly, pytest.mark.timeout(4 * 3_600)]),
     ],
 )
+@pytest.mark.slow
 def test_page_and_coordinator_do_not_grow_with_the_updates(updates: int) -> None:
     """Each update is one answer that the page asked for, decoded and drawn; with changes, of which there are 10,000."""
 

@@ -134,6 +134,7 @@ def test_if_nobody_can_tell_who_of_two_is_wrong_the_job_ends(start_job: Callable
         assert told in outcome.text, outcomes
 
 
+@pytest.mark.slow
 def test_a_step_that_is_repaired_after_a_kill_is_checked_as_well(
     start_job: Callable[..., ElasticJob], undisturbed: Trained
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_step_that_is_repaired_after_a_kill_is_checked_as_well(
     assert [lost.worker for lost in job.status().lost] == ["worker-2"]
 
 
+@pytest.mark.slow
 def test_what_was_kept_of_an_attempt_that_broke_is_doubted_in_the_next(
     start_job: Callable[..., ElasticJob], undisturbed: Trained, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from jobs import ROOT, Finished, check_audit, check_changes, check_survivors, run_job
 
-from tiers import nightly
+from tiers import nightly, slow
 
 DIGITS = 1_437
 """Training samples of examples/digits.py."""
@@ -27,6 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.mark.parametrize("workers", [3, nightly(8)])
+@pytest.mark.slow
 def test_digits_gives_the_same_bits_on_any_number_of_workers(
     workers: int, undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -39,7 +40,7 @@ def test_digits_gives_the_same_bits_on_any_number_of_workers(
 @pytest.mark.parametrize(
     ("workers", "schedule", "started"),
     [
-        pytest.param(2, "10:=4,20:=1,30:=3", 6, id="resized up and down"),
+        slow(2, "10:=4,20:=1,30:=3", 6, id="resized up and down"),
         nightly(3, "10:kill,25:kill,40:kill", 6, id="killed three times"),
         pytest.param(3, "7:term,15:=3,22:kill:2,30:coordinator,37:hang,45:=2", 7, id="all that can happen"),
     ],
@@ -79,6 +80,7 @@ def test_a_worker_that_comes_much_later_than_others_does_not_stop_a_schedule(tmp
     assert sizes == [3, 4, 2]
 
 
+@pytest.mark.slow
 def test_digits_gives_the_same_bits_while_all_certificates_change_every_second(
     undisturbed: Finished, tmp_path: Path
 ) -> None:

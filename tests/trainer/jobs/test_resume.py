@@ -136,6 +136,7 @@ def test_a_stop_leaves_a_checkpoint_of_the_same_step_everywhere(
     assert {seen[0] for _, seen in results} == {stopped_at + 1}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_has_rotted_is_read_by_one_worker_and_the_one_before_it_counts(
     tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:

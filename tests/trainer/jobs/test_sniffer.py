@@ -221,6 +221,7 @@ def known_patterns() -> dict[str, list[bytes]]:
 @pytest.mark.parametrize(
     "options", [pytest.param([], id="sealed"), nightly(["--insecure-plaintext"], id="in plaintext")]
 )
+@pytest.mark.slow
 def test_who_hears_every_packet_of_a_job_learns_nothing(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:

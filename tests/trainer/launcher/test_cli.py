@@ -385,6 +385,7 @@ def test_a_running_job_is_found_scaled_and_stopped(command_line: CommandLine) ->
     assert command_line.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_run_with_a_page_says_where_it_is_and_the_page_may_only_look(command_line: CommandLine) -> None:
     script = command_line.script("sleep.py", SLEEPING)
     process = command_line.start("run", "--web", "--workers", "1", "--name", "nap", script, interpreter=True)
@@ -451,6 +452,7 @@ def test_an_exception_in_a_step_fails_the_job_with_one_traceback(command_line: C
     assert command_line.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_the_job_is_being_stopped_takes_nothing_with_it(command_line: CommandLine) -> None:
     there = command_line.home / "there"
     inner = "        for x, y in step:\n"

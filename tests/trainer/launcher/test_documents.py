@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import programs
 import virtualflow as vf
-from tiers import nightly
+from tiers import nightly, slow
 from virtualflow.state import digests
 
 ROOT = Path(__file__).parents[3]
@@ -33,8 +33,9 @@ def fenced(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+LONG = {"profile-a-step.md", "memory.md"}
 BLOCKS = [
-    pytest.param(document, block, id=f"{document.relative_to(ROOT)}-{number}")
+    (slow if document.name in LONG else pytest.param)(document, block, id=f"{document.relative_to(ROOT)}-{number}")
     for document in DOCUMENTS
     for number, block in enumerate(fenced(document, "python"))
 ]

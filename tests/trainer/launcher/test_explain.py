@@ -48,6 +48,7 @@ def test_the_way_of_each_bucket_is_printed_with_its_reasons(tmp_path: Path) -> N
     assert not list(tmp_path.glob("virtualflow-*/*")), "it has left something"
 
 
+@pytest.mark.slow
 def test_large_gradients_are_measured_and_an_expert_gets_what_is_asked_for(tmp_path: Path) -> None:
     options = ', exchange=vf.Exchange("reduce-scatter", bucket_bytes=1 << 18, overlap=True)'
     done = explain(tmp_path, "--json", width=600, options=options)

@@ -48,6 +48,7 @@ def test_a_job_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.HOW)
+@pytest.mark.slow
 def test_the_page_may_be_shown_in_a_frame_of_a_notebook_of_this_machine(tmp_path: Path) -> None:
     settings = CoordinatorSettings(membership=SETTINGS.membership, live_page=LivePageSettings(interval=0.05))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))

@@ -333,6 +333,7 @@ def test_a_worker_whose_loader_was_killed_is_replaced(tmp_path: Path) -> None:
     assert finished.bits == undisturbed.bits
 
 
+@pytest.mark.slow
 def test_so_is_one_whose_loader_was_killed_before_it_could_join(tmp_path: Path) -> None:
     script = str(CASES / "transient.py")
     finished = run_job(tmp_path, "--workers", 2, "--schedule", "20:=2", script, "building", tmp_path / "marker")

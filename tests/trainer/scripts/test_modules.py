@@ -26,6 +26,7 @@ def virtualflow(tmp_path: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_trains_with_its_relative_imports_also_in_a_worker_that_is_replaced(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ["--schedule", "3:kill", "--report", str(report)]

@@ -226,6 +226,7 @@ def train_and_tell() -> Trained:
     return train()
 
 
+@pytest.mark.slow
 def test_a_joiner_has_made_memory_before_it_enters_and_what_it_got_is_in_the_report(
     start_job: Callable[..., ElasticJob],
 ) -> None:
@@ -259,6 +260,7 @@ def lose_the_only_donor(job: ElasticJob) -> None:
     job.await_end("worker-0")
 
 
+@pytest.mark.slow
 def test_a_joiner_whose_model_is_half_overwritten_goes_on_from_a_checkpoint(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from tiers import needs_newer, nightly
+from tiers import needs_newer, nightly, slow
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
@@ -122,7 +122,7 @@ def check(results: list[Trained], reference: Trained) -> None:
         (2, None, "late"),
         (3, 0.5, "early"),
         nightly(4, None, "early"),
-        (4, 0.5, "late"),
+        slow(4, 0.5, "late"),
         *(nightly(2, *rest) for rest in [(None, "early"), (0.5, "late"), (0.5, "early")]),
         *(nightly(3, *rest) for rest in [(None, "late"), (None, "early"), (0.5, "late")]),
         *(nightly(4, *rest) for rest in [(None, "late"), (0.5, "early")]),

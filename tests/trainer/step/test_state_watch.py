@@ -348,6 +348,7 @@ def entering_wrong(joiner: str) -> Trained:
     return trained(run, model, optimizer, metrics)
 
 
+@pytest.mark.slow
 def test_a_joiner_with_other_statistics_is_found_before_they_are_averaged(
     start_job: Callable[..., ElasticJob],
 ) -> None:

@@ -200,6 +200,7 @@ def test_the_status_says_which_of_the_two_a_job_is(
     job.results()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_after_the_loss_of_all(tmp_path: Path, start_job: StartJob) -> None:
     expected = alone(train, "batch norm")
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}

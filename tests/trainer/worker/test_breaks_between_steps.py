@@ -52,6 +52,7 @@ def train(sharded: bool = False, told: str = "") -> Trained:
 
 
 @pytest.mark.parametrize("sharded", [False, nightly(True)])
+@pytest.mark.slow
 def test_a_joiner_that_loses_another_before_its_first_attempt_keeps_the_buffers_that_it_was_given(
     sharded: bool, tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
@@ -90,6 +91,7 @@ def changing_buffers(victim: str = "") -> Trained:
     return trained(run, model, optimizer, seen)
 
 
+@pytest.mark.slow
 def test_what_code_after_a_step_has_changed_survives_an_evaluation_that_breaks(
     start_job: Callable[..., ElasticJob],
 ) -> None:

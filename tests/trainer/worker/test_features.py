@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from tiers import nightly
+from tiers import nightly, slow
 
 STEPS = 8
 SAMPLES = 44
@@ -42,8 +42,8 @@ CHANGES_GRADIENTS = {"gradients_clipped_in_each_virtual_node", "a_second_backwar
 """Those whose code changes gradients after ``backward``, so that none of them may set out before."""
 
 CASES: dict[str, Callable[[], Case]] = {}
-BY_NIGHT: set[str] = set()
-"""Those of which another case has the essence."""
+TIERS: dict[str, Callable[[str], Any]] = {}
+"""Of those that are not tried every time: others have their essence, or are met more often."""
 
 
 def case(build: Callable[[], Case]) -> Callable[[], Case]:
@@ -52,7 +52,12 @@ def case(build: Callable[[], Case]) -> Callable[[], Case]:
 
 
 def nightly_case(build: Callable[[], Case]) -> Callable[[], Case]:
-    BY_NIGHT.add(build.__name__)
+    TIERS[build.__name__] = nightly
+    return case(build)
+
+
+def slow_case(build: Callable[[], Case]) -> Callable[[], Case]:
+    TIERS[build.__name__] = slow
     return case(build)
 
 
@@ -92,7 +97,7 @@ def gradients_clipped_in_each_virtual_node() -> Case:
     return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=clip_here)
 
 
-@case
+@slow_case
 def a_second_backward_in_each_virtual_node() -> Case:
     def penalty(step: Any, model: nn.Module) -> None:
         sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
@@ -101,7 +106,7 @@ def a_second_backward_in_each_virtual_node() -> Case:
     return Case(model, torch.optim.SGD(model.parameters(), 0.05), squares, inside=penalty)
 
 
-@case
+@slow_case
 def gradients_that_are_replaced_in_some_steps() -> Case:
     """Nobody can know before: what has set out already must be taken back, and the attempt be repeated by all."""
 
@@ -138,7 +143,7 @@ def gradients_set_by_hand_without_backward() -> Case:
     return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=by_hand)
 
 
-@case
+@slow_case
 def channels_last_convolutions_with_clipping() -> Case:
     model = nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 3, (1, 3), padding=1)
@@ -179,13 +184,13 @@ class Branches(nn.Module):
         return out + self.sometimes(x) if x[0, 0] > 0.9 else out
 
 
-@case
+@slow_case
 def parameters_that_some_or_no_virtual_nodes_use() -> Case:
     model = Branches()
     return Case(model, torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.5), squares)
 
 
-@case
+@slow_case
 def tied_weights() -> Case:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
@@ -302,7 +307,7 @@ class Buffers(nn.Module):
         return self.linear(x) + 0.01 * self.passing[0]
 
 
-@case
+@slow_case
 def buffers_of_every_type() -> Case:
     model = Buffers()
 
@@ -312,7 +317,7 @@ def buffers_of_every_type() -> Case:
     return Case(model, torch.optim.SGD(model.parameters(), 0.1), squares, after=after)
 
 
-@case
+@slow_case
 def thawing_at_an_epoch() -> Case:
     model = mlp()
     model[0].requires_grad_(False)
@@ -338,7 +343,7 @@ class Mixed(nn.Module):
         return (out.double() * self.exact).float()
 
 
-@case
+@slow_case
 def parameters_of_several_types() -> Case:
     model = Mixed()
     return Case(model, torch.optim.AdamW(model.parameters(), 0.05), squares, {"clip_grad_norm": 0.1})
@@ -392,7 +397,7 @@ class Gaps(nn.Module):
         return self.linear(x) + (self.broken * strange).sum() * 0.0
 
 
-@case
+@slow_case
 def gradients_that_are_not_numbers() -> Case:
     model = Gaps()
     return Case(model, torch.optim.SGD(model.parameters(), 0.1), squares)
@@ -420,7 +425,7 @@ def train(name: str, virtual_nodes: int, victim: str = "") -> Trained:
 
 
 @pytest.mark.parametrize("exchange", [nightly("late"), "early"])
-@pytest.mark.parametrize("name", [nightly(name) if name in BY_NIGHT else name for name in CASES])
+@pytest.mark.parametrize("name", [TIERS.get(name, str)(name) for name in CASES])
 def test_a_training_of_any_make_gives_the_same_bits(
     name: str, exchange: str, start_job: Callable[..., ElasticJob]
 ) -> None:
@@ -441,7 +446,7 @@ def test_a_training_of_any_make_gives_the_same_bits(
     [
         (1, 1),
         (6, 4),
-        (7, 3),
+        slow(7, 3),
         *(nightly(*numbers) for numbers in [(8, 5), (2, 2), (6, 5), (7, 2), (7, 5), (8, 3)]),
     ],
     ids=str,

@@ -198,6 +198,7 @@ def test_one_that_is_given_up_tells_that_it_was_refused(start_job: StartJob, tmp
     assert told(tmp_path / "worker-0").kind == "done"
 
 
+@pytest.mark.slow
 def test_one_that_waits_to_join_when_the_job_is_stopped_tells_so(start_job: StartJob, tmp_path: Path) -> None:
     job = started(start_job, tmp_path, 8, hold=2)
     job.reach(2)

@@ -137,6 +137,7 @@ def test_a_job_tells_of_the_plan_that_its_environment_asks_for(
     assert job.status().memory == report
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_fails_with_what_would(start_job: Callable[..., ElasticJob]) -> None:
     job = start_job(train, None, workers=1, environment={ENV_DEVICE_MEMORY: "10240"})
     job.finish()

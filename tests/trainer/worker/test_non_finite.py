@@ -39,6 +39,7 @@ def train(directory: str = "", bad: int = BAD, until: int = STEPS + 1) -> Any:
         return dict(run.metrics)
 
 
+@pytest.mark.slow
 def test_the_status_names_metric_and_first_step_and_shows_nan(start_job: Callable[..., ElasticJob]) -> None:
     job = start_job(train, workers=2, hold=BAD)
     status = job.reach(BAD)

@@ -237,6 +237,7 @@ class Labels:
         self.data.tensors[1].copy_(state["labels"])
 
 
+@pytest.mark.slow
 def test_a_job_that_grows_and_loses_a_worker_comes_to_the_bits_of_one_worker(
     start_job: Callable[..., ElasticJob],
 ) -> None:

@@ -156,6 +156,7 @@ def test_who_says_nothing_or_half_a_request_is_shut_out_and_others_stay(tmp_path
         assert fewer < 30
 
 
+@pytest.mark.slow
 def test_thousands_of_refused_requests_make_a_short_log(tmp_path: Path) -> None:
     garbage = (
         b"\x16\x03\x01\x02\x00 hello\r\n\r\n",

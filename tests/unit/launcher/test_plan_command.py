@@ -223,6 +223,7 @@ def test_profiles_stand_before_a_script_and_its_arguments_behind(
     assert split(words, module) == (profiles, program, arguments)
 
 
+@pytest.mark.slow
 def test_nobody_who_reads_the_answer_is_no_traceback() -> None:
     """As ``| head`` does: the pipe is closed before anything is written."""
     reads, writes = os.pipe()

@@ -66,6 +66,7 @@ def look(story: Callable[[chromium.Tab], Awaitable[None]]) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_the_search_finds_a_word_and_asks_no_other_host(address: str) -> None:
     async def story(tab: chromium.Tab) -> None:
         await tab.look(1_280)
@@ -79,6 +80,7 @@ def test_the_search_finds_a_word_and_asks_no_other_host(address: str) -> None:
     look(story)
 
 
+@pytest.mark.slow
 def test_references_are_short_on_top_and_as_wide_as_a_phone(site: Path) -> None:
     async def story(tab: chromium.Tab) -> None:
         await tab.look(390)

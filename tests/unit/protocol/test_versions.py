@@ -41,19 +41,20 @@ KINDS = {
 # --- what versions have said -----------------------------------------------------------------------------------------
 
 
-def recorded() -> list[Any]:
-    """The least that a party of each protocol still spoken says: what came with a default later is not in it."""
-    return [
-        pytest.param(entry["name"], entry["said"], id=f"{protocol}-{entry['name']}")
-        for protocol in range(versions.OLDEST_PROTOCOL, versions.PROTOCOL + 1)
-        for entry in json.loads((WIRE / f"protocol-{protocol}.json").read_text())
-    ]
+EVERY_PROTOCOL = pytest.mark.parametrize("protocol", range(versions.OLDEST_PROTOCOL, versions.PROTOCOL + 1))
 
 
-@pytest.mark.parametrize(("name", "said"), recorded())
-def test_what_an_older_version_says_is_understood(name: str, said: dict[str, Any]) -> None:
-    read = msgspec.json.decode(json.dumps(said), type=KINDS[name])
-    assert missing(said, json.loads(m.encode(read))) == [], "an older version needs these fields"
+def recorded(protocol: int) -> list[tuple[str, dict[str, Any]]]:
+    """The least that a party of a protocol says: what came with a default later is not in it."""
+    entries = json.loads((WIRE / f"protocol-{protocol}.json").read_text())
+    return [(entry["name"], entry["said"]) for entry in entries]
+
+
+@EVERY_PROTOCOL
+def test_what_an_older_version_says_is_understood(protocol: int) -> None:
+    for name, said in recorded(protocol):
+        read = msgspec.json.decode(json.dumps(said), type=KINDS[name])
+        assert missing(said, json.loads(m.encode(read))) == [], f"an older version needs these fields of {name}"
 
 
 def missing(least: Any, said: Any) -> list[str]:
@@ -66,17 +67,16 @@ def missing(least: Any, said: Any) -> list[str]:
 
 
 def test_every_message_is_recorded() -> None:
-    newest = json.loads((WIRE / f"protocol-{versions.PROTOCOL}.json").read_text())
-    assert {entry["name"] for entry in newest} == KINDS.keys()
+    assert {name for name, _ in recorded(versions.PROTOCOL)} == KINDS.keys()
 
 
-@pytest.mark.parametrize(("name", "said"), recorded())
-def test_what_a_newer_version_adds_is_ignored(name: str, said: dict[str, Any]) -> None:
-    read = msgspec.json.decode(json.dumps(said), type=KINDS[name])
-    newer = encode_newer(read)
-    assert b"addedLater" in newer
-    again = msgspec.json.decode(newer, type=KINDS[name])
-    assert missing(said, json.loads(m.encode(again))) == []
+@EVERY_PROTOCOL
+def test_what_a_newer_version_adds_is_ignored(protocol: int) -> None:
+    for name, said in recorded(protocol):
+        newer = encode_newer(msgspec.json.decode(json.dumps(said), type=KINDS[name]))
+        assert b"addedLater" in newer, name
+        again = msgspec.json.decode(newer, type=KINDS[name])
+        assert missing(said, json.loads(m.encode(again))) == [], name
 
 
 def test_a_termination_message_of_a_newer_version_is_read() -> None:
