@@ -40,6 +40,16 @@ def not_allowed(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
     return _not_followed(status, job, reasons.PLAINTEXT_NOT_ALLOWED, f"The job does not begin: {why}.", now)
 
 
+def rejected(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """A job without workers has a template that the API server refuses."""
+    return _not_followed(status, job, reasons.TEMPLATE_REJECTED, refused_template(why), now)
+
+
+def refused_template(why: str) -> str:
+    """The sentence about templates of pods that the API server does not take."""
+    return f"The API server refuses the pod template: {why}"
+
+
 def _not_followed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:
     kinds: tuple[ConditionType, ...] = ("Progressing",) if status.phase == "Running" else ("Progressing", "Degraded")
     truths: dict[ConditionType, Truth] = {"Progressing": "False", "Degraded": "True"}

@@ -18,6 +18,7 @@ from scenes import (
     deleted,
     edit,
     ended,
+    kinds,
     link,
     message_of,
     nodes,
@@ -27,6 +28,7 @@ from scenes import (
     seen,
     swap,
     training,
+    verdict_of,
     worker,
 )
 
@@ -401,7 +403,9 @@ def test_a_pod_is_deleted_once_for_the_first_of_its_reasons() -> None:
 
 
 def test_a_suspended_job_is_left_alone_for_ever() -> None:
-    stage = Stage(body(suspend=True), [], None, {}, None).settle()
+    stage = Stage(body(suspend=True), [], None, {}, None)
+    stage.verdict = verdict_of(stage.raw)
+    stage.settle()
     for later in (1, 60, 86_400):
         plan = stage.decide(NOW + later)
         assert (plan.actions, plan.calls, plan.events, stage.write(plan)) == ((), (), (), {})
@@ -410,7 +414,8 @@ def test_a_suspended_job_is_left_alone_for_ever() -> None:
 def test_a_job_that_never_began_is_suspended_at_once() -> None:
     stage = Stage(body(suspend=True), [], None, {}, None)
     plan = stage.decide()
-    assert (plan.actions, plan.status.phase, plan.status.start_time) == ((), "Suspended", None)
+    assert kinds(plan.actions) == ["CheckTemplates"]
+    assert (plan.status.phase, plan.status.start_time) == ("Suspended", None)
 
 
 def test_resuming_while_the_coordinator_has_stopped_takes_a_new_one() -> None:

@@ -139,6 +139,29 @@ def test_a_rejected_template_is_said_so_and_tried_again_later() -> None:
     assert reason_of(plan, "Progressing") == ("True", reasons.STARTING)
 
 
+def test_a_suspended_job_is_told_of_its_template_before_it_begins() -> None:
+    stage = Stage(body(suspend=True), [], None, {}, None)
+    assert kinds(stage.decide().actions) == ["CheckTemplates"]
+    stage.verdict = verdict_of(stage.raw, 'unknown field "spec.nodeSelectr"', at=NOW)
+    plan = stage.decide()
+    assert (kinds(plan.actions), plan.wake_at) == ([], NOW + SETTINGS.template_retry)
+    assert plan.status.phase == "Suspended"
+    assert [reason_of(plan, kind) for kind in ("Progressing", "Degraded", "Stalled")] == [
+        ("False", reasons.TEMPLATE_REJECTED), ("True", reasons.TEMPLATE_REJECTED), ("True", reasons.TEMPLATE_REJECTED)
+    ]  # fmt: skip
+    assert "nodeSelectr" in message_of(plan, "Progressing")
+    assert noticed(plan) == [reasons.SUSPENDED, reasons.TEMPLATE_REJECTED]
+    stage.write(plan)
+
+    stage.verdict = verdict_of(stage.raw, at=NOW)
+    plan = stage.decide()
+    assert plan.actions == ()
+    assert plan.status.condition("Stalled") is None
+    assert reason_of(plan, "Progressing") == ("False", reasons.SUSPENDED)
+    stage.write(plan)
+    assert not any(kind == "CheckTemplates" for kind in kinds(edit(stage, suspend=False).decide().actions)), "known"
+
+
 def test_a_rejected_template_that_was_changed_is_checked_at_once() -> None:
     stage = Stage(body(), [], None, {}, None)
     stage.verdict = verdict_of(stage.raw, "no")

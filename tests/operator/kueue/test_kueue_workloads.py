@@ -112,7 +112,7 @@ def test_a_priority_class_gives_its_value_and_one_that_is_missing_is_waited_for(
     raw["metadata"]["labels"][LABEL_KUEUE_PRIORITY] = "urgent"
     spec = created(decide(raw, priority=900))["spec"]
     assert (spec["priority"], spec["priorityClassRef"]["name"]) == (900, "urgent")
-    plan = decide(raw)
+    plan = decide(raw, verdict=verdict_of(raw))
     assert plan.actions == ()
     assert plan.wake_at is not None, "it is looked for again"
     condition = plan.status.condition("Progressing")
@@ -126,7 +126,8 @@ def test_a_priority_class_gives_its_value_and_one_that_is_missing_is_waited_for(
     ids=["suspended by its user", "makes no sense", "in a queue of ours, too"],
 )
 def test_a_job_that_is_not_to_run_asks_for_nothing(spec: Spec) -> None:
-    assert decide(kueue_job(**spec)).actions == ()
+    job = kueue_job(**spec)
+    assert decide(job, verdict=verdict_of(job)).actions == ()
 
 
 def test_a_job_that_runs_and_is_given_the_label_leaves_before_it_asks() -> None:
@@ -151,7 +152,7 @@ def test_what_is_asked_for_follows_the_job_while_it_has_no_quota(change: Spec, w
     (patch,) = patched(decide(before | {"spec": before["spec"] | change}, workload))
     assert {e["name"]: e["count"] for e in patch.body["spec"]["podSets"]} == wanted
     assert patch.body["metadata"]["resourceVersion"] == "1", "unless Kueue was faster"
-    assert decide(before, workload).actions == (), "nothing has changed"
+    assert decide(before, workload, verdict=verdict_of(before)).actions == (), "nothing has changed"
 
 
 def test_another_queue_and_what_was_reclaimed_count_once_it_has_no_quota() -> None:

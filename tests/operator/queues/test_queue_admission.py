@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scenes import NOW, accepted, body, container, coordinator, edit, group, nodes, training, worker
+from scenes import NOW, accepted, body, container, coordinator, edit, group, nodes, training, verdict_of, worker
 
 from virtualflow.protocol.http_api import StopCall
 from virtualflow_operator import reasons
@@ -15,7 +15,7 @@ from virtualflow_operator.api.objects import Job, Pod, Service, read_job
 from virtualflow_operator.api.queue import QueueSpec
 from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import CreatePod, DeletePod, JobPlan
+from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod, DeletePod, JobPlan
 from virtualflow_operator.jobs.admission import AT_ONCE, Admitted
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.reconcile import reconcile
@@ -95,13 +95,25 @@ def test_after_a_restart_of_the_operator_a_job_goes_by_its_status() -> None:
 
 
 def test_a_new_job_waits_until_its_queue_has_decided() -> None:
-    plan = decide(queued())
+    plan = decide(queued(), verdict=verdict_of(queued()))
     assert (plan.status.phase, made(plan), plan.actions) == ("Pending", 0, ())
     assert allocated(plan)[:2] == ("False", "Queued")
     progressing = plan.status.condition("Progressing")
     assert progressing is not None
     assert (progressing.reason, plan.status.workers) == ("Queued", "0/0")
     assert plan.status.start_time is None, "the time limit of a job that waits does not run"
+
+
+def test_a_job_that_waits_for_its_queue_is_told_of_a_template_that_is_refused() -> None:
+    raw = queued()
+    (action,) = decide(raw).actions
+    assert isinstance(action, CheckTemplates)
+    plan = decide(raw, verdict=verdict_of(raw, 'unknown field "spec.nodeSelectr"', NOW))
+    progressing = plan.status.condition("Progressing")
+    assert progressing is not None
+    assert (plan.status.phase, progressing.reason) == ("Pending", reasons.TEMPLATE_REJECTED)
+    assert "nodeSelectr" in progressing.message
+    assert allocated(plan)[:2] == ("False", "Queued"), "it keeps its place"
 
 
 def test_a_job_that_runs_already_goes_on_until_its_queue_has_decided() -> None:
