@@ -394,3 +394,27 @@ def test_what_conditions_say_twice_for_tools_is_said_once() -> None:
         f"  Progressing False, CannotStart: {stuck}",
         "    to do: see CannotStart",
     ]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ('{"kind": "Status", "message": "jobs is forbidden"}', "jobs is forbidden"),
+        ('{"kind": "Status", "message": ""}', "the API server answered 502 Bad Gateway"),
+        ("<html><title>502: 0x" + "f" * 5_000 + "</title>", "the API server answered 502 Bad Gateway"),
+        ('{"message": ["a list"]}', "the API server answered 502 Bad Gateway"),
+        ("[" * 100_000, "the API server answered 502 Bad Gateway"),
+        ("2026-13-45", "the API server answered 502 Bad Gateway"),
+        (None, "the API server answered 502 Bad Gateway"),
+    ],
+    ids=["a status", "without words", "a proxy's page", "another type", "nested", "no date", "nothing"],
+)
+def test_what_answers_is_told_in_one_sentence_whatever_it_says(body: str | None, sentence: str) -> None:
+    pytest.importorskip("kubernetes", reason="needs kubernetes: install the extra cluster")
+    from kubernetes.client import ApiException
+
+    from virtualflow.cluster.api import why
+
+    error = ApiException(502, "Bad Gateway")
+    error.body = body
+    assert why(error) == sentence

@@ -397,6 +397,7 @@ def test_what_cannot_be_run_is_named_in_one_sentence(spoil: Any, said: str) -> N
         pytest.param("a: !!int ''", "no value of type int can be made of ''", id="no digits"),
         pytest.param("a: !!timestamp b", "no value of type timestamp can be made of 'b'", id="no date"),
         pytest.param(f"a: {'9' * 5_000}", "no value of type int can be made of '9{40}'", id="too many digits"),
+        pytest.param("a: " + "[{b: " * 1_500, "brackets are nested more than 100 deep", id="brackets in brackets"),
         pytest.param("", "exactly one document", id="empty"),
         pytest.param(MANIFEST + "---\n" + MANIFEST, "exactly one document", id="two documents"),
         pytest.param("- 1\n", "must be a mapping", id="a list"),

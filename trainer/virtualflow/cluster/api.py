@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import urllib3
-import yaml
 from kubernetes import client as kubernetes
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
@@ -18,6 +18,12 @@ REQUEST_SECONDS = 30.0
 """How long one request may take; a watch or a log that is followed begins anew after that much silence."""
 
 Object = dict[str, Any]
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    """What is read of a ``Status`` of Kubernetes."""
+
+    message: str = ""
 
 
 @contextlib.contextmanager
@@ -34,8 +40,7 @@ def said(what: str, *, forbidden: str = "") -> Iterator[None]:
 def why(error: kubernetes.ApiException) -> str:
     """What an API server says: the message of its ``Status``, or else the code."""
     try:
-        message = yaml.safe_load(error.body or "")
-    except yaml.YAMLError:
-        message = None
-    sentence = message.get("message") if isinstance(message, dict) else None
-    return str(sentence or f"the API server answered {error.status} {error.reason}")
+        sentence = msgspec.json.decode(error.body or "{}", type=_Refusal).message
+    except (msgspec.MsgspecError, RecursionError):  # a proxy's page, or nothing
+        sentence = ""
+    return sentence or f"the API server answered {error.status} {error.reason}"

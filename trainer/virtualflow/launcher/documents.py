@@ -14,10 +14,18 @@ from virtualflow.protocol.wording import printable
 
 _SHOWN = 40
 """Characters of a scalar in a complaint."""
+_MOST_LEVELS = 100
+"""Of brackets. PyYAML's time grows with the square of their depth: 1,500 take seconds."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a scalar of which no value can be made."""
+    """A safe loader that refuses a scalar of which no value can be made, and brackets that nobody writes so deep."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's name
+        if self.flow_level >= _MOST_LEVELS:
+            problem = f"brackets are nested more than {_MOST_LEVELS} deep"
+            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
