@@ -27,7 +27,7 @@ from virtualflow.reduction.ownership import (
     union,
 )
 
-MEMBERS = st.integers(1, 7)
+MEMBERS, COPIES = st.integers(1, 7), st.integers(1, 2)
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=6).map(union)
 
 
@@ -89,13 +89,13 @@ def test_a_row_is_shared_out(numels: tuple[int, ...], unit: int, members: int, w
     assert [row.pieces(shares.first(rank)) for rank in range(members)] == wanted
 
 
-@given(rows(), MEMBERS)
-def test_every_place_has_two_keepers_and_no_unit_is_cut(row: Row, members: int) -> None:
-    shares = share_row(row, members)
+@given(rows(), MEMBERS, COPIES)
+def test_every_place_has_its_keepers_and_no_unit_is_cut(row: Row, members: int, copies: int) -> None:
+    shares = share_row(row, members, copies)
     kept = [places(shares.kept(rank)) for rank in range(members)]
     for at in range(row.offsets[-1]):
         keepers = shares.keepers(at)
-        assert len(set(keepers)) == min(2, members)
+        assert len(set(keepers)) == min(copies, members)
         assert set(keepers) == {rank for rank in range(members) if at in kept[rank]}
         assert at in places(shares.first(keepers[0]))
     firsts = [row.pieces(shares.first(rank)) for rank in range(members)]
@@ -154,19 +154,19 @@ def test_donors_send_about_as_much_as_one_another() -> None:
     assert plan_moves(have, want) == [Move(0, 2, (0, 4)), Move(1, 2, (4, 8))]
 
 
-@given(rows(), MEMBERS, st.data())
-def test_two_who_stay_have_everything_before_the_others_leave(row: Row, members: int, data: Any) -> None:
-    running = share_row(row, members)
+@given(rows(), MEMBERS, COPIES, st.data())
+def test_those_who_stay_have_everything_before_the_others_leave(row: Row, members: int, copies: int, data: Any) -> None:
+    running = share_row(row, members, copies)
     stay = data.draw(st.sets(st.integers(0, members - 1), min_size=1).map(sorted))
     joiners = data.draw(st.integers(0, 3))
     old_ranks = data.draw(st.permutations([*stay, *[None] * joiners]))
     have = [running.kept(rank) for rank in range(members)]
-    for rank, wanted in enumerate(plan_hand_over(running, share_row(row, len(old_ranks)), old_ranks, stay)):
+    for rank, wanted in enumerate(plan_hand_over(running, share_row(row, len(old_ranks), copies), old_ranks, stay)):
         assert rank in stay or not wanted
         assert not intersection(have[rank], wanted), "nobody gets what it has"
         have[rank] = union(have[rank], wanted)
     for at in range(row.offsets[-1]):
-        assert sum(at in places(have[rank]) for rank in stay) >= min(2, len(stay))
+        assert sum(at in places(have[rank]) for rank in stay) >= min(copies, len(stay))
 
 
 def test_what_is_handed_over_goes_to_the_keepers_to_come() -> None:

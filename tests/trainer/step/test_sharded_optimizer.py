@@ -1,4 +1,4 @@
-"""A sharded optimizer: each worker keeps its share and one other's, and the bits are those of a whole one."""
+"""A sharded optimizer: each worker keeps its share, and perhaps one other's, and the bits are those of a whole one."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STE
 from virtualflow.state import digests, transfer
 from virtualflow.step.share_states import ShareStates
 from virtualflow.transport.communicator import Communicator
+from virtualflow.worker.options import Redundancy, check_redundancy
 from virtualflow.worker.resharding import Resharding
 
 
@@ -71,6 +72,7 @@ def train(
     steps: int = 4,
     last: int = 5,
     make: str = "AdamW",
+    redundancy: Redundancy = "peer",
 ) -> Trained:
     """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see.
 
@@ -100,6 +102,7 @@ def train(
             clip_grad_norm=clip,
             clip_grad_value=None if clip is None else 0.9,
             shard_optimizer=sharded,
+            redundancy=redundancy,
         ) as run,
     ):
         told = train_steps(run, model, optimizer, after_step)
@@ -273,7 +276,7 @@ def test_a_checkpoint_of_slices_is_read_by_another_number_of_workers(
     assert {len(result.more) for result in results} == {8 - 4}
 
 
-def count_memory() -> list[int]:
+def count_memory(redundancy: Redundancy = "peer") -> list[int]:
     """The bytes of the optimizer's states after each of some steps, when nine tenths of all are one parameter's."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 16_384), nn.Linear(16_384, 1), nn.Flatten(0))
@@ -287,20 +290,83 @@ def count_memory() -> list[int]:
         counted.append(sum(each.numel() * each.itemsize for state in states for each in state.values()))
 
     with vf.elastic(
-        model, optimizer, regression(), batch_size=12, steps=3, virtual_nodes=4, shard_optimizer=True
+        model,
+        optimizer,
+        regression(),
+        batch_size=12,
+        steps=3,
+        virtual_nodes=4,
+        shard_optimizer=True,
+        redundancy=redundancy,
     ) as run:
         train_steps(run, model, optimizer, count)
     return counted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [nightly(2), 4])
-def test_a_worker_keeps_its_share_twice_whatever_the_largest_parameter_is(
-    workers: int, start_job: Callable[..., ElasticJob]
+@pytest.mark.parametrize(
+    ("workers", "redundancy", "copies"),
+    [nightly(2, "peer", 2), slow(4, "peer", 2), (3, "none", 1), nightly(2, "none", 1)],
+)
+def test_shares_are_kept_as_often_as_is_wanted_whatever_the_largest_parameter_is(
+    workers: int, redundancy: Redundancy, copies: int, start_job: Callable[..., ElasticJob]
 ) -> None:
     whole = alone(count_memory)[-1]
-    for counted in start_job(count_memory, workers=workers).results():
-        assert counted[-1] == pytest.approx(2 * whole / workers, rel=0.01)
+    for counted in start_job(count_memory, redundancy, workers=workers).results():
+        assert counted[-1] == pytest.approx(copies * whole / workers, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "changes"),
+    [
+        pytest.param(
+            3, [lambda job: job.join(2), lambda job: job.drain("worker-0", "worker-2", "worker-3")], id="five, then two"
+        ),
+        nightly(2, [lambda job: job.drain("worker-0"), lambda job: job.join(2)], id="one, then three"),
+    ],
+)
+def test_shares_that_are_kept_once_move_when_members_change(
+    workers: int, changes: list[Change], start_job: Callable[..., ElasticJob]
+) -> None:
+    arguments = 0.5, True, 6, DOMINANT, "AdamW", "none"
+    reference = alone(train, "", 0, "", 0.5, False, 6, DOMINANT)
+    job = start_job(train, "", 0, "", *arguments, workers=workers, hold=1)
+    for number, change in enumerate(changes):
+        job.reach(2 * number + 1)
+        change(job)
+    check(job.results(), reference)
+
+
+def test_the_loss_of_a_share_that_was_kept_once_goes_back_to_the_checkpoint(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}
+    arguments = "", 0, "", None, True, 8, 5, "AdamW", "checkpoint"
+    job = start_job(train, *arguments, workers=3, hold=5, environment=environment)
+    job.reach(5)
+    job.await_checkpoint(4)
+    os.kill(job.workers["worker-1"].process.pid, signal.SIGKILL)
+    outcomes = job.finish()
+    assert [outcome.kind for outcome in outcomes.values()] == ["Evicted", "killed", "Evicted"]
+    assert "the worker that kept the optimizer's state of" in outcomes["worker-0"].text
+    results = start_job(train, *arguments, workers=2, environment=environment).results()
+    reference = alone(train, "", 0, "", None, False, 8, environment={ENV_CHECKPOINT_DIR: str(tmp_path / "others")})
+    assert {result.digest for result in results} == {reference.digest}
+    assert [result.optimizer for result in results if result.optimizer] == [reference.optimizer]
+    assert {len(result.more) for result in results} == {8 - 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"redundancy": "all", "shard_optimizer": True}, "redundancy is 'all'; it must be"),
+        ({"redundancy": "none"}, "every worker keeps all of it; give shard_optimizer=True"),
+        ({"redundancy": "checkpoint", "shard_optimizer": True}, "none is written; give checkpoint="),
+    ],
+)
+def test_a_redundancy_that_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        check_redundancy(options["redundancy"], sharded="shard_optimizer" in options, saves=False)
 
 
 def fail_at_the_hand_over(victim: str, when: str) -> Trained:

@@ -2,8 +2,9 @@
 
 The parameters stand in a row, one behind the other, and the row is cut into as many shares as there are workers, of
 equal cost, whatever the largest parameter is. A parameter is cut at multiples of a unit of its own only, so that slices
-step to the bits of whole parameters (``step.elementwise``) and no block of a norm is cut (``norm``). Every share has
-two keepers, who both step it: when one is lost, the other still has the state.
+step to the bits of whole parameters (``step.elementwise``) and no block of a norm is cut (``norm``). A share has two
+keepers, who both step it, so that one still has the state when the other is lost; or one, where memory and messages
+count for more than what a loss costs.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Shares:
     row: Row
     cuts: tuple[int, ...]
     """Where each member's share begins, and where the last one ends."""
+    copies: int = 2
+    """How many members keep each share, where there are as many."""
 
     @property
     def members(self) -> int:
@@ -136,13 +139,13 @@ class Shares:
         return union([(self.cuts[rank], self.cuts[rank + 1])])
 
     def kept(self, rank: int) -> Spans:
-        """All whose states that member keeps: its share, and that of the one before it."""
-        return union(self.first(rank), self.first(rank - 1 if rank else self.members - 1))
+        """All whose states that member keeps: its share, and with two copies that of the one before it."""
+        return union(*(self.first((rank - turn) % self.members) for turn in range(self.copies)))
 
     def keepers(self, at: int) -> tuple[int, ...]:
         """Who keeps what stands at that place of the row, the first keeper first."""
         rank = bisect_right(self.cuts, at) - 1
-        return (rank,) if self.members == 1 else (rank, (rank + 1) % self.members)
+        return tuple((rank + turn) % self.members for turn in range(min(self.copies, self.members)))
 
     @property
     def owners(self) -> Owners:
@@ -154,7 +157,7 @@ class Shares:
         return tuple(map(tuple, owners))
 
 
-def share_row(row: Row, members: int) -> Shares:
+def share_row(row: Row, members: int, copies: int = 2) -> Shares:
     """Cut a row so that all shares cost the same, as near as its units allow."""
     weights = [0, *accumulate(numel * cost for numel, cost in zip(row.numels, row.costs, strict=True))]
     cuts = [0]
@@ -163,7 +166,7 @@ def share_row(row: Row, members: int) -> Shares:
         place = min(bisect_right(weights, target), len(row.numels)) - 1
         within = (target - weights[place]) // max(1, row.costs[place])
         cuts.append(max(cuts[-1], row.offsets[place] + _nearest_cut(within, row.numels[place], row.units[place])))
-    return Shares(row, (*cuts, row.offsets[-1]))
+    return Shares(row, (*cuts, row.offsets[-1]), copies)
 
 
 def _nearest_cut(wanted: int, numel: int, unit: int) -> int:
@@ -215,7 +218,7 @@ def plan_moves(have: Sequence[Spans], want: Sequence[Spans]) -> list[Move]:
 def plan_hand_over(
     running: Shares, coming: Shares, old_ranks: Sequence[int | None], stay: Sequence[int]
 ) -> list[Spans]:
-    """What each member has to get before others leave, so that two who stay have every state, or the only one who does.
+    """What each member has to get before others leave, so that as many who stay have every state as keep it.
 
     One who stays may be lost before the coming generation stands, when those who leave are gone already.
 
@@ -229,7 +232,7 @@ def plan_hand_over(
         have = [rank for rank in running.keepers(span[0]) if rank in stay]
         preferred = [old for rank in coming.keepers(span[0]) if (old := old_ranks[rank]) in stay and old is not None]
         for rank in [*preferred, *(stay[(number + turn) % len(stay)] for turn in range(len(stay)))]:
-            if len(have) >= min(2, len(stay)):
+            if len(have) >= min(running.copies, len(stay)):
                 break
             if rank not in have:
                 have.append(rank)

@@ -34,7 +34,8 @@ class OptimizerOptions:
     scaler: Any = None
     clip_norm: float | None = None
     clip_value: float | None = None
-    sharded: bool = False
+    shard_copies: int = 0
+    """How many workers keep each share of its state; 0: it is not sharded, and every worker keeps all of it."""
     host: HostMemory | None = None
     """In which the optimizer steps; ``None``: on the device of its parameters."""
 
@@ -55,7 +56,7 @@ class OptimizerStep:
                 options.optimizer, options.host, portion=reduction.bucket, norm_block=reduction.norm_block
             )
         self.shards: Shards | None = None
-        if options.sharded:
+        if options.shard_copies:
             self.shards = Shards(
                 self._parameters,
                 options.optimizer,
@@ -63,6 +64,7 @@ class OptimizerStep:
                 clip_value=options.clip_value,
                 reduction=reduction,
                 placement=self._placement,
+                copies=options.shard_copies,
             )
 
     @property

@@ -1,11 +1,12 @@
 """A sharded optimizer, as one worker has it: the state of its share of the parameters, and a step made of shares.
 
-All parameters stand in a row that is cut into equal shares, and every share has two keepers (``reduction.ownership``).
+All parameters stand in a row that is cut into equal shares, and a share has two keepers or one
+(``reduction.ownership``).
 A step has a point of no return. The reduced gradient of each parameter comes to those who keep any of it. When all have
 theirs, they say so to one another, and whoever has heard it from everybody steps its share and sends the new values
 round. Before that point nobody has stepped, so the attempt can be repeated. After it every worker has what it needs
 for its share, so whoever is left can step it, too: the step counts if only one of them got beyond the point
-(``worker.resharding``), and of two keepers one may be lost at any time.
+(``worker.resharding``), and of two keepers one may be lost at any time. With the only one, the present state is lost.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from virtualflow.reduction import (
     Move,
     Row,
+    Shares,
     Spans,
     Stretch,
     Tensors,
@@ -68,6 +70,7 @@ class Shards:
         clip_norm: the most that the norm of the gradient may be.
         clip_value: the most that each of its elements may be.
         reduction: how new values travel, and of what a norm is made.
+        copies: how many workers keep each share: 1 or 2.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Shards:
         clip_value: float | None,
         reduction: ReductionSettings,
         placement: OptimizerPlacement,
+        copies: int,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
@@ -86,6 +90,7 @@ class Shards:
         self._clip_value = clip_value
         self._settings = reduction
         self._placement = placement
+        self._copies = copies
         self.row = row_of(parameters, optimizer, reduction.norm_block)
         self._kept = ShareStates(
             optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block, placement.device)
@@ -109,10 +114,14 @@ class Shards:
         return self._kept.spans
 
     def enter(self, rank: int, size: int) -> None:
-        self.shares, self._rank = share_row(self.row, size), rank
+        self.shares, self._rank = self.cut_for(size), rank
         self.mine = self.shares.kept(rank)
         self._my_pieces = self.row.pieces(self.mine)
         self._first_pieces = [self.row.pieces(self.shares.first(member)) for member in range(size)]
+
+    def cut_for(self, members: int) -> Shares:
+        """The shares of a generation of so many members."""
+        return share_row(self.row, members, self._copies)
 
     def tell(self) -> Holding:
         return Holding(
@@ -245,7 +254,7 @@ class Shards:
             keepers = self.shares.keepers(self.row.offsets[place] + piece.begin)
             origin, size = piece.begin * parameter.itemsize, self._size(piece)
             first, last = max(0, begin - origin), min(size, end - origin)
-            if self._rank not in keepers or (first >= last and size):
+            if self._rank not in keepers or len(keepers) == 1 or (first >= last and size):
                 continue
             for key, raw in bytes_of_state(self._value(piece), self._kept.read(piece) or {}, first, last):
                 yield KeptPart(key, keepers, self._rank, raw)

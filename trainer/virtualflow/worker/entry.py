@@ -15,7 +15,7 @@ from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
 from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval
-from virtualflow.worker.options import Options, read_device
+from virtualflow.worker.options import Options, Redundancy, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.step import Weight
@@ -48,6 +48,7 @@ def elastic(
     max_fused: int | None = None,
     batch_norm: BatchNorm = "virtual-node",
     shard_optimizer: bool = False,
+    redundancy: Redundancy = "peer",
     exchange: Exchange | Literal["auto"] = "auto",
     state: Mapping[str, Any] | None = None,
     sampler: Sampler | None = None,
@@ -90,6 +91,9 @@ def elastic(
         shard_optimizer: each worker keeps only its share of the optimizer's state, and that of one other worker in case
             it is lost. For optimizers that treat each element for itself (SGD, Adam and their kin);
             after a step a worker has the gradients of its share only.
+        redundancy: who else keeps a worker's share, which decides what a loss costs that nobody has announced: another
+            worker (``"peer"``; at most a step), or nobody, for half of the memory and fewer messages: then all workers
+            start again from the newest ``"checkpoint"``, or with ``"none"`` perhaps from the beginning.
         exchange: how gradients travel between workers, which changes no bit: ``"auto"`` chooses by what messages take
             between them, measured on the running job; a ``vf.Exchange`` says otherwise.
         state: what else is to travel to joiners and into checkpoints, by name: whatever has ``state_dict`` and
@@ -146,6 +150,7 @@ def elastic(
             max_fused=max_fused,
             batch_norm=batch_norm,
             shard_optimizer=shard_optimizer,
+            redundancy=redundancy,
             exchange=exchange,
             state=state or {},
             sampler=sampler,

@@ -29,6 +29,9 @@ from virtualflow.worker.tracker import Tracker
 if TYPE_CHECKING:
     from virtualflow.memory.activations import Memory
 
+Redundancy = Literal["peer", "checkpoint", "none"]
+"""Who else has a worker's share of a sharded optimizer: another worker, a checkpoint, or nobody."""
+
 _HALVES = (torch.float16, torch.bfloat16)
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
@@ -54,6 +57,7 @@ class Options:
     max_fused: int | None
     batch_norm: BatchNorm
     shard_optimizer: bool
+    redundancy: Redundancy
     exchange: Exchange | Literal["auto"]
     state: Mapping[str, Any]
     sampler: Sampler | None
@@ -342,6 +346,26 @@ def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
                 'the optimizer on the device (vf.Memory(optimizer="device"))'
             )
     _refuse_overlaps(model, "and each would be stepped apart on the host", 'vf.Memory(optimizer="host")')
+
+
+def check_redundancy(redundancy: str, *, sharded: bool, saves: bool) -> None:
+    """Check what a loss costs that nobody has announced.
+
+    Args:
+        saves: whether the training writes checkpoints, or is alone.
+    """
+    if redundancy not in get_args(Redundancy):
+        raise ConfigurationError(f'redundancy is {redundancy!r}; it must be "peer", "checkpoint" or "none"')
+    if redundancy != "peer" and not sharded:
+        raise ConfigurationError(
+            f"redundancy={redundancy!r} is about shares of the optimizer's state, and every worker keeps all of it; "
+            "give shard_optimizer=True, or leave it out"
+        )
+    if redundancy == "checkpoint" and not saves:
+        raise ConfigurationError(
+            'redundancy="checkpoint" goes on from a checkpoint when a worker is lost, and none is written; give '
+            'checkpoint= or VIRTUALFLOW_CHECKPOINT_DIR, or say redundancy="none" to begin anew then'
+        )
 
 
 def check_sharding(

@@ -15,6 +15,7 @@ from virtualflow.errors import installed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.state import choose_policy
 from virtualflow.step import HOST, PartialBackward, agreed
 from virtualflow.worker.options import (
     Options,
@@ -24,6 +25,7 @@ from virtualflow.worker.options import (
     check_host_optimizer,
     check_layer_major,
     check_optimizer,
+    check_redundancy,
     check_reproducibility,
     check_scheduler,
     check_sharding,
@@ -145,6 +147,9 @@ def check_request(request: Request) -> None:
     check_layer_major(request.memory, request.environment, options.scaler)
     if request.host_optimizer:
         check_host_optimizer(request.model, request.optimizer)
+    alone = request.environment.coordinator is None
+    saves = alone or choose_policy(options.checkpoint, request.environment) is not None
+    check_redundancy(options.redundancy, sharded=options.shard_optimizer, saves=saves)
     if options.shard_optimizer:
         block = request.settings.reduction.norm_block
         device = HOST if request.host_optimizer else None

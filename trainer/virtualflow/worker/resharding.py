@@ -19,7 +19,7 @@ from torch import Tensor
 from virtualflow.errors import Evicted
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.wording import counted
-from virtualflow.reduction import Spans, lost, plan_hand_over, plan_moves, share_row
+from virtualflow.reduction import Spans, lost, plan_hand_over, plan_moves
 from virtualflow.state import Standing, Transfer
 from virtualflow.step import Holding, Shards
 from virtualflow.transport import Communicator, gather_bytes
@@ -45,7 +45,7 @@ class Resharding:
             Where they stand then.
 
         Raises:
-            Evicted: both keepers of something are.
+            Evicted: all keepers of something are.
         """
         training, shards = self._training, self._shards
         shards.drop_borrowed()
@@ -70,8 +70,9 @@ class Resharding:
             missing = lost(values, shards.row) or lost(self._have, shards.row)
             if missing:
                 count = len({piece.place for piece in shards.row.pieces(missing)})
+                who, verb = ("the worker", "is") if shards.shares.copies == 1 else ("both workers", "are")
                 raise Evicted(
-                    f"both workers that kept the optimizer's state of {counted(count, 'parameter')} are lost: the job "
+                    f"{who} that kept the optimizer's state of {counted(count, 'parameter')} {verb} lost: the job "
                     "goes on from its newest checkpoint, or begins anew if there is none"
                 )
             want = [shards.all if standing.has_state else () for standing in standings]
@@ -98,7 +99,7 @@ class Resharding:
     # --- a generation ends --------------------------------------------------------------------------------------------
 
     def hand_over(self, communicator: Communicator, running: m.Plan, coming: m.Plan) -> None:
-        """Before members leave: see that those who stay have every state, and may lose one of them."""
+        """Before members leave: see that those who stay have every state, in as many copies as there are to be."""
         stays = [coming.rank_of(member.worker, member.incarnation) is not None for member in running.members]
         stay = [rank for rank, does in enumerate(stays) if does]
         if all(stays):
@@ -109,7 +110,7 @@ class Resharding:
         shards = self._shards
         ranks = {member.incarnation: rank for rank, member in enumerate(running.members)}
         old_ranks = [ranks.get(member.incarnation) for member in coming.members]
-        planned = share_row(shards.row, len(coming.members))
+        planned = shards.cut_for(len(coming.members))
         have = [shards.shares.kept(rank) for rank in range(communicator.size)]
         want = plan_hand_over(shards.shares, planned, old_ranks, stay)
         shards.pass_states(communicator, plan_moves(have, want))

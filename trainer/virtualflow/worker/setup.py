@@ -197,7 +197,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         reporter=reporter,
     )
     if options.shard_optimizer:  # which checkpoints need not know
-        signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
+        kept = "" if options.redundancy == "peer" else ", kept once"
+        signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded{kept}"}
     if update.spot_checker is not None:  # all choose the same virtual nodes
         signature = {**signature, "verify": str(update.spot_checker.sample)}
     signature = {**signature, "samples": describe_samples(options, samples)}
@@ -294,7 +295,7 @@ def _open_update(request: Request, session: AnySession, resources: ExitStack) ->
         scaler=options.scaler,
         clip_norm=options.clip_grad_norm,
         clip_value=options.clip_grad_value,
-        sharded=options.shard_optimizer,
+        shard_copies=(2 if options.redundancy == "peer" else 1) if options.shard_optimizer else 0,
         host=host_memory(device_of(request.model)) if request.host_optimizer else None,
     )
     sample = request.environment.verify
