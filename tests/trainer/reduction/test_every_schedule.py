@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from test_broken_collectives import FEWER, NODES, PLACES, RANGES, SCALE, all_there, attempt
 from test_reducer import ALIGNMENT, DTYPES, Problem, bits, build, divisions, reduce_one
 from thread_collectives import Seat, Table, take_seats, together
+from torch import Tensor
 
 from tiers import examples
 from virtualflow.reduction.accumulation import CanonicalSummation, Tensors
-from virtualflow.reduction.ownership import Owners, Row, share_row
+from virtualflow.reduction.ownership import Portion, Portions, Row, share_row
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, Way, predict
 from virtualflow.reduction.settings import Exchange, ProbeSettings, ReductionSettings
@@ -46,10 +47,21 @@ def drawn(seed: int, taken: set[tuple[Way, bool]] | None = None) -> Choose:
     return choose
 
 
-def owners_of(problem: Problem, size: int) -> Owners:
-    """Who keeps the state of what, and so needs its sum, if parameters are cut anywhere."""
+def portions_of(problem: Problem, size: int, seed: int) -> Portions:
+    """Who keeps the state of what, and so needs its sum, if parameters are cut anywhere, once or twice."""
     numels = tuple(template.numel() for template in problem.templates)
-    return share_row(Row(numels, (1,) * len(numels), (1,) * len(numels)), size).owners
+    row, draw = Row(numels, (1,) * len(numels), (1,) * len(numels)), random.Random(seed)
+    return share_row(row, size, draw.choice((1, 2)), draw.choice((None, 3, 20))).portions
+
+
+def kept_by(rank: int, tensor: Tensor | None, portions: Sequence[Portion]) -> Tensor | None:
+    """What a worker gets of a sum."""
+    pieces = [(begin, end) for begin, end, keepers in portions if rank in keepers]
+    if tensor is None or not pieces:
+        return None
+    if sum(end - begin for begin, end in pieces) == tensor.numel():
+        return tensor
+    return torch.cat([tensor.reshape(-1)[begin:end] for begin, end in pieces])
 
 
 def reduce_all(
@@ -58,19 +70,17 @@ def reduce_all(
     scale: float,
     chooses: Sequence[Choose],
     early: Callable[[Problem], list[int]] | None,
-    sharded: bool = False,
+    portions: Portions | None = None,
 ) -> list[list[Tensors]]:
     """Reduce it by one schedule after the other; ``[schedule][rank]``."""
     size = len(ranges)
     seats = take_seats(size)
-    owners = owners_of(problem, size)
 
     def work(rank: int) -> list[Tensors]:
         found = []
         for choose in chooses:
             reducer = Reducer(CanonicalSummation(problem.virtual_nodes), SETTINGS, choose=choose)
-            if sharded:
-                reducer.share(owners)
+            reducer.share(portions)
             try:
                 reduced = reduce_one(reducer, seats[rank], problem, ranges, scale, early, one_by_one=True)
                 found.append([None if tensor is None else tensor.clone() for tensor in reduced])
@@ -115,11 +125,12 @@ def test_owners_of_a_sharded_optimizer_get_the_same_bits_by_every_legal_schedule
     problem, ranges, scale = drawn_problem
     if len(ranges) == 1:
         return
-    wanted = bits(problem.expected(scale))
-    owners = owners_of(problem, len(ranges))
-    for of_workers in reduce_all(problem, ranges, scale, [drawn(seed), drawn(seed + 1)], all_there, sharded=True):
+    wanted = problem.expected(scale)
+    portions = portions_of(problem, len(ranges), seed)
+    for of_workers in reduce_all(problem, ranges, scale, [drawn(seed), drawn(seed + 1)], all_there, portions):
         for rank, tensors in enumerate(of_workers):
-            assert bits(tensors) == [value if rank in owners[place] else None for place, value in enumerate(wanted)]
+            kept = [kept_by(rank, tensor, of) for tensor, of in zip(wanted, portions, strict=True)]
+            assert bits(tensors) == bits(kept)
 
 
 def test_schedules_are_drawn_from_all_that_are_legal() -> None:

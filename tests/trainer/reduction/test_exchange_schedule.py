@@ -45,7 +45,8 @@ def choose(
     [
         pytest.param(Way.WHOLE, None, False, "gather sums -> tree sum", id="gathered"),
         pytest.param(Way.SLICES, None, False, "slices out -> tree sum -> slices back", id="in slices"),
-        pytest.param(Way.SLICES, 8, False, "slices out -> tree sum -> sums to owners", id="sharded"),
+        pytest.param(Way.SLICES, 8, False, "slices out -> tree sum -> sums to second keepers", id="sharded"),
+        pytest.param(Way.SLICES, 0, False, "slices out -> tree sum -> sums stay", id="kept once"),
         pytest.param(Way.WHOLE, None, True, "gather sums -> tree sum, beside the backward pass", id="overlapped"),
     ],
 )

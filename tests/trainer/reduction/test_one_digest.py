@@ -128,7 +128,7 @@ class Member:
                 scaler=self.scaler,
                 clip_norm=training.clip_norm,
                 clip_value=training.clip_value,
-                sharded=training.sharded,
+                shard_copies=2 * training.sharded,
             ),
             choose_summation(training.virtual_nodes, "bitwise"),
             micro_batch=SAMPLES,

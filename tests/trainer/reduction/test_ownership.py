@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.reduction.bucket_exchange import plan_buckets, plan_delivery
+from virtualflow.reduction.bucket_exchange import plan_buckets, share_bucket
 from virtualflow.reduction.ownership import (
     Move,
     Row,
@@ -28,6 +28,7 @@ from virtualflow.reduction.ownership import (
 )
 
 MEMBERS, COPIES = st.integers(1, 7), st.integers(1, 2)
+RUNS = st.sampled_from([None, 40, 200])
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=6).map(union)
 
 
@@ -89,9 +90,9 @@ def test_a_row_is_shared_out(numels: tuple[int, ...], unit: int, members: int, w
     assert [row.pieces(shares.first(rank)) for rank in range(members)] == wanted
 
 
-@given(rows(), MEMBERS, COPIES)
-def test_every_place_has_its_keepers_and_no_unit_is_cut(row: Row, members: int, copies: int) -> None:
-    shares = share_row(row, members, copies)
+@given(rows(), MEMBERS, COPIES, RUNS)
+def test_every_place_has_its_keepers_and_no_unit_is_cut(row: Row, members: int, copies: int, run: int | None) -> None:
+    shares = share_row(row, members, copies, run)
     kept = [places(shares.kept(rank)) for rank in range(members)]
     for at in range(row.offsets[-1]):
         keepers = shares.keepers(at)
@@ -99,15 +100,18 @@ def test_every_place_has_its_keepers_and_no_unit_is_cut(row: Row, members: int, 
         assert set(keepers) == {rank for rank in range(members) if at in kept[rank]}
         assert at in places(shares.first(keepers[0]))
     firsts = [row.pieces(shares.first(rank)) for rank in range(members)]
-    assert [piece for pieces in firsts for piece in pieces] == sorted(piece for pieces in firsts for piece in pieces)
+    assert all(pieces == sorted(pieces) for pieces in firsts)
     for place, begin, end in [piece for pieces in firsts for piece in pieces]:
         numel, unit = row.numels[place], row.units[place]
         assert (begin, end) == (0, numel) or (unit and begin % unit == 0 and (end % unit == 0 or end == numel))
-    assert all(
-        (rank in owners) == any(piece.place == place for piece in row.pieces(shares.kept(rank)))
-        for place, owners in enumerate(shares.owners)
-        for rank in range(members)
-    )
+    for rank in range(members):
+        told = [
+            (row.offsets[place] + begin, row.offsets[place] + max(end, begin + (not row.numels[place])))
+            for place, portions in enumerate(shares.portions)
+            for begin, end, keepers in portions
+            if rank in keepers
+        ]
+        assert union(told) == shares.kept(rank)
 
 
 @given(rows(), MEMBERS)
@@ -179,23 +183,32 @@ def test_what_is_handed_over_goes_to_the_keepers_to_come() -> None:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5), st.integers(1, 200))
-def test_each_owner_gets_all_of_its_tensors_in_their_order(numels: list[int], size: int, limit: int) -> None:
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5), st.integers(1, 200), COPIES, RUNS)
+def test_of_each_bucket_everything_is_added_up_once_by_who_keeps_it(
+    numels: list[int], size: int, limit: int, copies: int, run: int | None
+) -> None:
     templates = [torch.empty(numel) for numel in numels]
-    owners = share_row(Row(tuple(numels), (4,) * len(numels), (4,) * len(numels)), size).owners
-    for bucket in plan_buckets(templates, range(len(numels)), size, alignment=4, limit=limit):
-        row = torch.arange(size * bucket.piece)
-        plans = [plan_delivery(bucket, templates, owners, size, rank) for rank in range(size)]
-        for rank, plan in enumerate(plans):
-            came = [
-                row[source * bucket.piece + begin : source * bucket.piece + end]
-                for source in range(size)
-                for begin, end in plans[source].outward[rank]
-            ]
-            wanted = [
-                row[offset : offset + numels[place]]
-                for place, offset in zip(bucket.places, bucket.offsets, strict=True)
-                if rank in owners[place]
-            ]
-            assert torch.equal(torch.cat([*came, row[:0]]), torch.cat([*wanted, row[:0]]))
-            assert plan.inward == tuple(sum(e - b for b, e in plans[source].outward[rank]) for source in range(size))
+    row = Row(tuple(numels), (4,) * len(numels), (4,) * len(numels))
+    shares = share_row(row, size, copies, run)
+    added = [
+        Stretch(bucket.places[part.at], part.begin, part.end)
+        for bucket in plan_buckets(templates, range(len(numels)), size, alignment=4, limit=limit)
+        for rank, parts in enumerate(share_bucket(bucket, shares.portions, size))
+        for part in parts
+        if part.keepers == shares.keepers(row.offsets[bucket.places[part.at]] + part.begin) and part.keepers[0] == rank
+    ]
+    for place, numel in enumerate(numels):
+        pieces = sorted(piece for piece in added if piece.place == place)
+        assert [piece.begin for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+        assert pieces[-1].end == numel
+
+
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_each_worker_adds_up_as_much_of_every_bucket_as_the_others(members: int) -> None:
+    numels = (512, 3_000_000, 512 * 512, 512, 2_000_000, *[300_000] * 12)
+    templates = [torch.empty(()).expand(numel) for numel in numels]
+    run = 1 << 20
+    portions = share_row(Row(numels, (4,) * len(numels), (4_096,) * len(numels)), members, 1, run).portions
+    for bucket in plan_buckets(templates, range(len(numels))[::-1], members, alignment=16, limit=4 * run):
+        lengths = [sum(part.numel for part in parts) for parts in share_bucket(bucket, portions, members)]
+        assert max(lengths) - min(lengths) <= run // 4 + 4_096

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
 from virtualflow.state import digests, transfer
 from virtualflow.step.share_states import ShareStates
+from virtualflow.transport.channel import Lane
 from virtualflow.transport.communicator import Communicator
 from virtualflow.worker.options import Redundancy, check_redundancy
 from virtualflow.worker.resharding import Resharding
@@ -313,6 +315,50 @@ def test_shares_are_kept_as_often_as_is_wanted_whatever_the_largest_parameter_is
     whole = alone(count_memory)[-1]
     for counted in start_job(count_memory, redundancy, workers=workers).results():
         assert counted[-1] == pytest.approx(copies * whole / workers, rel=0.01)
+
+
+def count_bytes(sharded: bool, redundancy: Redundancy = "peer") -> list[int]:
+    """What this worker has sent to others in each of some steps, frames' heads left out."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 16_384), nn.Linear(16_384, 1), nn.Flatten(0))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    sent = [0]
+    counted: list[int] = []
+    send = Lane.send
+
+    def counting(self: Lane, peer: int, content: memoryview, *rest: Any) -> None:
+        sent[0] += len(content)
+        send(self, peer, content, *rest)
+
+    with (
+        patch.object(Lane, "send", counting),
+        vf.elastic(
+            model,
+            optimizer,
+            regression(),
+            batch_size=12,
+            steps=4,
+            virtual_nodes=12,
+            shard_optimizer=sharded,
+            redundancy=redundancy,
+            exchange=vf.Exchange(algorithm="reduce-scatter"),
+        ) as run,
+    ):
+        train_steps(run, model, optimizer, lambda: counted.append(sent[0]))
+    return [after - before for before, after in pairwise(counted)]
+
+
+@pytest.mark.parametrize("workers", [3, nightly(2), nightly(4), nightly(5)])
+def test_a_step_sends_what_an_unsharded_one_does_and_a_second_keeper_its_share(
+    workers: int, start_job: Callable[..., ElasticJob]
+) -> None:
+    def total(*arguments: Any) -> int:
+        return sum(counted[-1] for counted in start_job(count_bytes, *arguments, workers=workers).results())
+
+    size = 4 * (4 * 64 + 64 + 64 * 16_384 + 16_384 + 16_384 + 1)
+    unsharded = total(False)
+    assert total(True, "none") <= 1.03 * unsharded
+    assert total(True, "peer") <= 1.03 * (unsharded + size)
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class Worker:
         optimizer = MAKERS[make](self.model)
         update = self.update = Update(
             self.model,
-            OptimizerOptions(optimizer, clip_norm=clip, sharded=sharded, host=host),
+            OptimizerOptions(optimizer, clip_norm=clip, shard_copies=2 * sharded, host=host),
             choose_summation(NODES, "bitwise"),
             micro_batch=SAMPLES,
             reduction=ReductionSettings(norm_block=16, bucket=bucket),

@@ -205,6 +205,7 @@ def sharing(
             clip_value=None,
             reduction=ReductionSettings(norm_block=block),
             placement=DevicePlacement(),
+            copies=2,
         )
         shards.enter(rank, size)
         shards.claim(shards.mine)

@@ -17,7 +17,7 @@ from virtualflow.reduction.offload import HostMemory, Landing, Offload, choose_o
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
 from virtualflow.reduction.ownership import (
     Move,
-    Owners,
+    Portions,
     Row,
     Shares,
     Spans,

@@ -1,21 +1,24 @@
 """The two ways of a bucket between workers, each as what sets out, what comes of it, and what returns.
 
 By slices, every worker sends each other one its piece of the own rows and gets theirs for the own piece; summed in the
-shape of the tree, that goes back to all (or to the owners). As a whole, every worker gets all rows of all and adds
-everything up itself. The own rows are only read, so that they are whole if the exchange is aborted.
+shape of the tree, that goes back to all. Where the optimizer is sharded, what a worker adds up is what it steps, so it
+goes to nobody but a second keeper. As a whole, every worker gets all rows of all and adds everything up itself. The own
+rows are only read, so that they are whole if the exchange is aborted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from virtualflow.reduction.accumulation import Tensors
+from virtualflow.reduction.ownership import Portions
 from virtualflow.reduction.schedule import Way
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import DONE, Collectives, Message, Pending
@@ -83,43 +86,36 @@ def plan_buckets(
     return buckets
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """How a worker's piece of a bucket's sums comes to those who need them, and what comes to it; in elements."""
+class Part(NamedTuple):
+    """A stretch of a bucket's ``at``-th tensor, in elements of it, and who needs its sum."""
 
-    outward: tuple[tuple[tuple[int, int], ...], ...]
-    """For each member, the stretches of the piece that it gets."""
-    inward: tuple[int, ...]
-    """For each member, how much comes from it. One behind the other, that makes the tensors that this worker needs."""
+    at: int
+    begin: int
+    end: int
+    keepers: tuple[int, ...]
 
-
-def plan_delivery(
-    bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]], size: int, rank: int
-) -> Delivery:
-    """What member ``rank`` of ``size`` sends and gets, where not everybody needs all sums."""
-    outward: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-    inward = [0] * size
-    low, high = rank * bucket.piece, (rank + 1) * bucket.piece
-    for begin, place in zip(bucket.offsets, bucket.places, strict=True):
-        end = begin + templates[place].numel()
-        if max(begin, low) < min(end, high):
-            for receiver in needed_by[place]:
-                outward[receiver].append((max(begin, low) - low, min(end, high) - low))
-        if rank in needed_by[place]:
-            at = begin
-            while at < end:
-                source = at // bucket.piece
-                stop = min(end, (source + 1) * bucket.piece)
-                inward[source] += stop - at
-                at = stop
-    return Delivery(tuple(map(tuple, outward)), tuple(inward))
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
 
 
-def most_delivered(bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]]) -> int:
-    needed: Counter[int] = Counter()
-    for place in bucket.places:
-        needed.update(dict.fromkeys(needed_by[place], templates[place].numel()))
-    return max(needed.values(), default=0) * bucket.dtype.itemsize
+def share_bucket(bucket: Bucket, portions: Portions, size: int) -> list[list[Part]]:
+    """For each of ``size`` members what it adds up of a bucket whose sums do not come to all, in the bucket's order."""
+    shared: list[list[Part]] = [[] for _ in range(size)]
+    for at, place in enumerate(bucket.places):
+        for begin, end, keepers in portions[place]:
+            shared[keepers[0]].append(Part(at, begin, end, keepers))
+    return shared
+
+
+def most_delivered(bucket: Bucket, portions: Portions, size: int) -> int:
+    """Bytes of a bucket's sums that come to the member that gets most which it has not added up itself."""
+    needed = [0] * size
+    for parts in share_bucket(bucket, portions, size):
+        for part in parts:
+            for keeper in part.keepers[1:]:
+                needed[keeper] += part.numel
+    return max(needed) * bucket.dtype.itemsize
 
 
 def _bucket(dtype: torch.dtype, run: list[int], templates: Sequence[Tensor], size: int, unit: int) -> Bucket:
@@ -174,8 +170,8 @@ class ReductionPlan:
     """Likewise, with the device that its sum comes to."""
     buckets: Sequence[Bucket]
     ways: Sequence[Way]
-    needed_by: Sequence[Sequence[int]] | None
-    """For each place the ranks that need its sum; without it all do."""
+    portions: Portions | None
+    """For each place who needs what of its sum; without it all need all."""
 
 
 class BucketExchange(ABC):
@@ -183,6 +179,8 @@ class BucketExchange(ABC):
 
     flat: Tensor
     """The own rows, where they set out from."""
+    in_order = True
+    """Whether a single row stands in it as its tensors do, one behind the other."""
 
     def __init__(self, plan: ReductionPlan, index: int) -> None:
         self._plan, self._bucket = plan, plan.buckets[index]
@@ -209,17 +207,27 @@ class BucketExchange(ABC):
     def _numel(self, at: int) -> int:
         return self._plan.templates[self._bucket.places[at]].numel()
 
-    def _is_needed(self, place: int) -> bool:
-        needed_by = self._plan.needed_by
-        return needed_by is None or self._collectives.rank in needed_by[place]
-
-    def _unflatten(self, row: Tensor, places: Sequence[int]) -> list[tuple[int, Tensor]]:
-        return list(zip(places, unflatten(row, [self._plan.results[place] for place in places]), strict=True))
-
     def _sums_of_all(self, row: Tensor) -> list[tuple[int, Tensor]]:
-        return [
-            (place, tensor) for place, tensor in self._unflatten(row, self._bucket.places) if self._is_needed(place)
-        ]
+        places, portions, rank = self._bucket.places, self._plan.portions, self._collectives.rank
+        if portions is None:
+            return list(zip(places, unflatten(row, [self._plan.results[place] for place in places]), strict=True))
+        needed = {
+            at: [row[offset + begin : offset + end] for begin, end, keepers in portions[place] if rank in keepers]
+            for at, (place, offset) in enumerate(zip(places, self._bucket.offsets, strict=True))
+        }
+        return self._joined({at: pieces for at, pieces in needed.items() if pieces})
+
+    def _joined(self, needed: Mapping[int, Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
+        """The sums of tensors of which this worker needs these pieces, ``[n]`` each where it is not all of them."""
+        places = [self._bucket.places[at] for at in needed]
+        joined = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for pieces in needed.values()]
+        likes = [self._plan.results[place] for place in places]
+        for at, (like, tensor) in enumerate(zip(likes, joined, strict=True)):
+            if like.numel() != len(tensor):
+                likes[at] = torch.empty((), dtype=like.dtype, device=like.device).expand(len(tensor))
+        if all(like.device == tensor.device for like, tensor in zip(likes, joined, strict=True)):
+            return [(place, tensor.view(like.shape)) for place, tensor, like in zip(places, joined, likes, strict=True)]
+        return list(zip(places, unflatten(torch.cat(joined), likes), strict=True))
 
 
 class WholeExchange(BucketExchange):
@@ -314,38 +322,113 @@ class SlicedExchange(BucketExchange):
         return list(torch.split(self._incoming[: sum(self._counts)], self._counts))
 
 
-class DeliveredExchange(SlicedExchange):
-    """A slice of all rows to each worker, and the sums of tensors to those who need them."""
+class SharedExchange(BucketExchange):
+    """To each worker its stretches of all rows, and their sums from it to who needs them beside it."""
 
-    def __init__(
-        self, plan: ReductionPlan, index: int, buffers: Buffers, name: str, needed_by: Sequence[Sequence[int]]
-    ) -> None:
-        super().__init__(plan, index, buffers, name)
-        collectives = plan.collectives
-        self._delivery = plan_delivery(self._bucket, plan.templates, needed_by, collectives.size, collectives.rank)
-        self._delivered = buffers.get((name, "delivered", index), (sum(self._delivery.inward),), self._bucket.dtype)
-        """The tensors that this worker needs, one behind the other."""
+    in_order = False
+
+    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str, portions: Portions) -> None:
+        super().__init__(plan, index)
+        size, rank, dtype = plan.collectives.size, plan.collectives.rank, self._bucket.dtype
+        self._parts = share_bucket(self._bucket, portions, size)
+        lengths = self._lengths = [sum(part.numel for part in parts) for parts in self._parts]
+        self._counts = [len(nodes) for nodes in plan.keys]
+        starts = [0, *accumulate(self._rows * length for length in lengths)]
+        self.flat = buffers.get((name, "flat", index), (starts[-1],), dtype)
+        self._leaving = [self.flat[begin:end] for begin, end in pairwise(starts)]
+        """What each member gets of the own rows, one behind the other."""
+        self._incoming = buffers.get((name, "incoming", index), (sum(self._counts) * lengths[rank],), dtype)
+        self._places: list[list[tuple[int, int, int, int]]] = [[] for _ in self._bucket.places]
+        """Of each tensor the stretches: (first element, how many, by whom it is added up, where in its message)."""
+        for member, parts in enumerate(self._parts):
+            for part, offset in zip(parts, accumulate((part.numel for part in parts), initial=0), strict=False):
+                self._places[part.at].append((part.begin, part.numel, member, offset))
+        for stretches in self._places:
+            stretches.sort()
+        self._needed = [[part for part in parts if rank in part.keepers] for parts in self._parts]
+        """What this worker needs of what each adds up."""
+        self._sums = [
+            buffers.get((name, "sums", index, member), (sum(part.numel for part in needed),), dtype)
+            if member != rank
+            else self._incoming[:0]
+            for member, needed in enumerate(self._needed)
+        ]
+
+    def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
+        return [
+            (first, self._leaving[member][row * self._lengths[member] + offset :][:count])
+            for first, count, member, offset in self._places[at]
+        ]
+
+    def set_out(self) -> Pending:
+        rows = self._incoming_rows()
+        return self._exchange(dict(enumerate(rows)), dict(enumerate(self._leaving)))
 
     def add_and_return(self) -> Pending:
-        reduced, rank = self._add(None), self._collectives.rank
-        targets = torch.split(self._delivered, list(self._delivery.inward))
-        packed = [[reduced[begin:end] for begin, end in stretches] for stretches in self._delivery.outward]
-        if packed[rank]:
-            torch.cat(packed[rank], out=targets[rank])
-        return self._exchange(
-            {peer: targets[peer] for peer in self._peers if len(targets[peer])},
-            {peer: torch.cat(packed[peer]) for peer in self._peers if packed[peer]},
-        )
+        rank, rows = self._collectives.rank, self._incoming_rows()
+        own = self._sums[rank] = self._incoming[:0]
+        if self._lengths[rank]:
+            rows[rank].copy_(self._leaving[rank])
+            arrived = {
+                node: row
+                for nodes, of_member in zip(self._plan.keys, rows, strict=True)
+                for node, row in zip(nodes, of_member.view(len(nodes), self._lengths[rank]), strict=True)
+            }
+            own = self._sums[rank] = self._plan.total(arrived, None)
+        parts = list(zip(self._parts[rank], torch.split(own, [part.numel for part in self._parts[rank]]), strict=True))
+        leaving = {peer: [piece for part, piece in parts if peer in part.keepers] for peer in self._peers}
+        joined = {
+            peer: own if len(pieces) == len(parts) else torch.cat(pieces) for peer, pieces in leaving.items() if pieces
+        }
+        return self._exchange(dict(enumerate(self._sums)), joined)
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        return self._unflatten(self._delivered, [place for place in self._bucket.places if self._is_needed(place)])
+        found: dict[int, list[tuple[list[Part], Tensor]]] = {}
+        for needed, row in zip(self._needed, self._sums, strict=True):
+            begin = 0
+            for at, group in groupby(needed, key=_at):
+                parts = list(group)
+                end = begin + sum(part.numel for part in parts)
+                found.setdefault(at, []).append((parts, row[begin:end]))
+                begin = end
+        return self._joined({at: _in_order(pieces) for at, pieces in found.items()})
+
+    def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
+        messages = [
+            Message(peer, stretch, incoming=stretches is incoming)
+            for stretches in (incoming, outgoing)
+            for peer, stretch in stretches.items()
+            if stretch.numel() and peer != self._collectives.rank
+        ]
+        return self._collectives.start_messages(messages)
+
+    def _incoming_rows(self) -> list[Tensor]:
+        """All members' rows of what is added up here, one behind the other for each member."""
+        length = self._lengths[self._collectives.rank]
+        return list(torch.split(self._incoming, [count * length for count in self._counts]))
+
+
+def _at(part: Part) -> int:
+    return part.at
+
+
+def _in_order(pieces: Sequence[tuple[list[Part], Tensor]]) -> list[Tensor]:
+    """The sums of parts of one tensor, ascending, where those of each worker lie one behind the other."""
+    if len(pieces) == 1:
+        return [pieces[0][1]]
+    found = {
+        part.begin: piece
+        for parts, row in pieces
+        for part, piece in zip(parts, torch.split(row, [part.numel for part in parts]), strict=True)
+    }
+    return [found[begin] for begin in sorted(found)]
 
 
 def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
     if plan.ways[index] is Way.WHOLE:
         return WholeExchange(plan, index, buffers, name)
-    if plan.needed_by is not None:
-        return DeliveredExchange(plan, index, buffers, name, plan.needed_by)
+    if plan.portions is not None:
+        return SharedExchange(plan, index, buffers, name, plan.portions)
     return SlicedExchange(plan, index, buffers, name)
 
 

@@ -1,10 +1,11 @@
 """Who keeps the optimizer's state of what when it is sharded, and who passes it on: pure decisions.
 
-The parameters stand in a row, one behind the other, and the row is cut into as many shares as there are workers, of
-equal cost, whatever the largest parameter is. A parameter is cut at multiples of a unit of its own only, so that slices
-step to the bits of whole parameters (``step.elementwise``) and no block of a norm is cut (``norm``). A share has two
-keepers, who both step it, so that one still has the state when the other is lost; or one, where memory and messages
-count for more than what a loss costs.
+The parameters stand in a row, one behind the other. The row is cut into runs of about a bucket, and each run into as
+many parts as there are workers, of equal cost, whatever the largest parameter is: so each worker adds up about as much
+of every bucket as the others, and what it adds up is what it steps. A parameter is cut at multiples of a unit of its
+own only, so that slices step to the bits of whole parameters (``step.elementwise``) and no block of a norm is cut
+(``norm``). A share has two keepers, who both step it, so that one still has the state when the other is lost; or one,
+where memory and messages count for more than what a loss costs.
 """
 
 from __future__ import annotations
@@ -69,8 +70,16 @@ def refine(*sets: Iterable[Span]) -> Iterator[Span]:
     return pairwise(edges)
 
 
-Owners = tuple[tuple[int, ...], ...]
-"""For each parameter the ranks that need its gradient."""
+class Portion(NamedTuple):
+    """A stretch of a tensor, in elements of it, and who needs its sum; the first of them adds it up."""
+
+    begin: int
+    end: int
+    keepers: tuple[int, ...]
+
+
+Portions = tuple[tuple[Portion, ...], ...]
+"""All of each tensor, ascending."""
 
 
 class Stretch(NamedTuple):
@@ -125,18 +134,18 @@ class Shares:
     """A row that is cut for the members of a generation."""
 
     row: Row
-    cuts: tuple[int, ...]
-    """Where each member's share begins, and where the last one ends."""
+    cuts: tuple[tuple[int, ...], ...]
+    """For each run of the row, where each member's part of it begins, and where the last one ends."""
     copies: int = 2
     """How many members keep each share, where there are as many."""
 
     @property
     def members(self) -> int:
-        return len(self.cuts) - 1
+        return len(self.cuts[0]) - 1
 
     def first(self, rank: int) -> Spans:
-        """The share of which that member sends the new values to all."""
-        return union([(self.cuts[rank], self.cuts[rank + 1])])
+        """The share of which that member adds up the gradient, and sends the new values to all."""
+        return union((run[rank], run[rank + 1]) for run in self.cuts)
 
     def kept(self, rank: int) -> Spans:
         """All whose states that member keeps: its share, and with two copies that of the one before it."""
@@ -144,29 +153,39 @@ class Shares:
 
     def keepers(self, at: int) -> tuple[int, ...]:
         """Who keeps what stands at that place of the row, the first keeper first."""
-        rank = bisect_right(self.cuts, at) - 1
+        run = self.cuts[bisect_right(self.cuts, at, key=lambda run: run[0]) - 1]
+        return self._keepers(bisect_right(run, at) - 1)
+
+    def _keepers(self, rank: int) -> tuple[int, ...]:
         return tuple((rank + turn) % self.members for turn in range(min(self.copies, self.members)))
 
     @property
-    def owners(self) -> Owners:
-        """For each parameter the ranks that keep any of it."""
-        owners: list[list[int]] = [[] for _ in self.row.numels]
-        for rank in range(self.members):
-            for place in sorted({piece.place for piece in self.row.pieces(self.kept(rank))}):
-                owners[place].append(rank)
-        return tuple(map(tuple, owners))
+    def portions(self) -> Portions:
+        """For each parameter who keeps what of it."""
+        found: list[list[Portion]] = [[] for _ in self.row.numels]
+        for run in self.cuts:
+            for rank in range(self.members):
+                for place, begin, end in self.row.pieces(union([(run[rank], run[rank + 1])])):
+                    found[place].append(Portion(begin, end, self._keepers(rank)))
+        return tuple(map(tuple, found))
 
 
-def share_row(row: Row, members: int, copies: int = 2) -> Shares:
-    """Cut a row so that all shares cost the same, as near as its units allow."""
+def share_row(row: Row, members: int, copies: int = 2, run: int | None = None) -> Shares:
+    """Cut a row so that all shares cost the same, as near as its units allow.
+
+    Args:
+        run: what a run costs, about; ``None``: the row is one.
+    """
     weights = [0, *accumulate(numel * cost for numel, cost in zip(row.numels, row.costs, strict=True))]
+    runs = 1 if run is None else max(1, weights[-1] // run)
     cuts = [0]
-    for rank in range(1, members):
-        target = weights[-1] * rank // members
+    for number in range(1, runs * members):
+        target = weights[-1] * number // (runs * members)
         place = min(bisect_right(weights, target), len(row.numels)) - 1
         within = (target - weights[place]) // max(1, row.costs[place])
         cuts.append(max(cuts[-1], row.offsets[place] + _nearest_cut(within, row.numels[place], row.units[place])))
-    return Shares(row, (*cuts, row.offsets[-1]), copies)
+    cuts.append(row.offsets[-1])
+    return Shares(row, tuple(tuple(cuts[at : at + members + 1]) for at in range(0, runs * members, members)), copies)
 
 
 def _nearest_cut(wanted: int, numel: int, unit: int) -> int:

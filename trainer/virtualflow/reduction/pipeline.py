@@ -65,7 +65,7 @@ class Pipeline:
     def write_row(self, index: int, row: int, tensors: Tensors) -> None:
         bucket = self._buckets[index]
         templates = [self._templates[place] for place in bucket.places]
-        if self.rows == 1:
+        if self.rows == 1 and self._exchanges[index].in_order:
             flatten(self._exchanges[index].flat.view(-1)[: bucket.total], tensors, templates)
             return
         if not self.on_host[index]:
@@ -79,7 +79,7 @@ class Pipeline:
         """All tensors of a row as they were written, on their devices; they may be views of the message."""
         bucket, flat = self._buckets[index], self._exchanges[index].flat.view(-1)
         templates = [self._templates[place] for place in bucket.places]
-        if self.rows > 1:
+        if self.rows > 1 or not self._exchanges[index].in_order:
             stretches = [stretch for at in range(len(templates)) for _, stretch in self.segments(index, at, row)]
             flat = torch.cat(stretches) if stretches else flat[:0]
         return list(unflatten(flat, templates))

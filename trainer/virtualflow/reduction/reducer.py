@@ -26,7 +26,7 @@ from torch import Tensor
 from virtualflow.reduction.accumulation import Accumulator, Parts, Summation, Tensors, add_tensors, multiply
 from virtualflow.reduction.bucket_exchange import Bucket, Buffers, Keys, ReductionPlan, most_delivered, plan_buckets
 from virtualflow.reduction.offload import Landing
-from virtualflow.reduction.ownership import Owners
+from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.pipeline import Early, Pipeline
 from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
 from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
@@ -91,7 +91,7 @@ class Reducer:
         self.wish_number = self.wish.to_number()
         self.terms = Terms(settings.exchange, settings.network)
         self._buffers = Buffers()
-        self._owners: Owners | None = None
+        self._shared: Portions | None = None
         self._exchanger: Exchanger | None = None
         self._holdings: tuple[Sequence[Sequence[int]], Keys] = (), []
         self._schedules: dict[tuple[object, ...], list[Scheduled]] = {}
@@ -107,9 +107,12 @@ class Reducer:
             self._exchanger.close(patience)
             self._exchanger = None
 
-    def share(self, owners: Owners | None) -> None:
-        """Bring the sums of the first places to their ``owners`` only; those of further places to all."""
-        self._owners = owners
+    def share(self, portions: Portions | None) -> None:
+        """Bring the sums of the first places to those only who need them; those of further places to all.
+
+        Of a place of which a worker does not need all, it gets what it needs, one stretch behind the other: ``[n]``.
+        """
+        self._shared = portions
         self._schedules.clear()
 
     def agree(
@@ -137,10 +140,15 @@ class Reducer:
             network = agree_on_network(collectives, self._settings.probe, known, spare=spare)
             self.terms = Terms(wish, network, measured=True)
 
-    def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
-        if self._owners is None:
+    def _portions(self, templates: Sequence[Tensor], size: int) -> Portions | None:
+        if self._shared is None:
             return None
-        return [*self._owners, *([range(size)] * (len(templates) - len(self._owners)))]
+        count = len(self._shared)
+        orders = [tuple((first + rank) % size for rank in range(size)) for first in range(size)]
+        rest = [
+            (Portion(0, template.numel(), orders[place % size]),) for place, template in enumerate(templates[count:])
+        ]
+        return (*self._shared, *rest)
 
     def release_unused(self) -> None:
         self._buffers.release_unused()
@@ -169,7 +177,7 @@ class Reducer:
             parts: what an :class:`Accumulator` has of this worker's; they are used up where it is alone.
             templates: one tensor per place, with its shape, dtype and device.
             present: which places any virtual node of the job contributed to; the others come back as ``None``,
-                as do those whose sums this worker does not need.
+                as do those of whose sums this worker needs nothing (see :meth:`share`).
             scale: the factor of the sum, the same on every worker.
 
         Returns:
@@ -277,12 +285,12 @@ class Reducer:
         if found is None:
             settings, limit = self._settings, self.terms.exchange.bucket_bytes or self._settings.bucket
             buckets = plan_buckets(templates, places, len(rows), alignment=settings.alignment, limit=limit)
-            needed_by = self._needed_by(templates, len(rows))
+            portions = self._portions(templates, len(rows))
             shapes = [
                 Shape(
                     bucket.total * bucket.dtype.itemsize,
                     rows,
-                    None if needed_by is None else most_delivered(bucket, templates, needed_by),
+                    None if portions is None else most_delivered(bucket, portions, len(rows)),
                 )
                 for bucket in buckets
             ]
@@ -312,7 +320,7 @@ class Reducer:
             self._results(templates),
             [one.bucket for one in scheduled],
             [one.choice.way for one in scheduled],
-            self._needed_by(templates, collectives.size),
+            self._portions(templates, collectives.size),
         )
 
     def _results(self, templates: Sequence[Tensor]) -> Sequence[Tensor]:

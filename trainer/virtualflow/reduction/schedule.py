@@ -44,7 +44,7 @@ class Shape:
     """Bytes of one sum of the whole bucket."""
     rows: tuple[int, ...]
     delivered: int | None = None
-    """Bytes of the sums that come to whoever needs most, where they come to their owners only; ``None``: all to all."""
+    """Bytes of the sums that come to whoever gets most of them from others, where they do not come to all."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,14 @@ def _refused(choice: Choice, shape: Shape, why_not_early: str) -> tuple[tuple[st
 
 def stages(choice: Choice, shape: Shape) -> str:
     """What is carried out of a bucket's exchange, one after the other, for people."""
-    if choice.way is Way.WHOLE:
-        text = "gather sums -> tree sum"
-    else:
-        text = f"slices out -> tree sum -> {'slices back' if shape.delivered is None else 'sums to owners'}"
+    text = "gather sums -> tree sum" if choice.way is Way.WHOLE else f"slices out -> tree sum -> {_back(shape)}"
     return f"{text}, beside the backward pass" if choice.overlapped else text
+
+
+def _back(shape: Shape) -> str:
+    if shape.delivered is None:
+        return "slices back"
+    return "sums to second keepers" if shape.delivered else "sums stay"
 
 
 # How long a way takes: a prediction from what was measured on the running job.
@@ -160,6 +163,5 @@ def predict(way: Way, shape: Shape, network: Network) -> float:
         return network.latency + sent + network.add_byte * size * rows
     slice_ = size / workers
     busiest = max(max(own * (size - slice_), (rows - own) * slice_) for own in shape.rows)
-    # A tensor has two owners or more; what is sent to them is cut out of the slice.
-    back, copied = (size - slice_, 0.0) if shape.delivered is None else (shape.delivered, slice_)
-    return 2 * network.latency + network.byte * (busiest + back) + network.add_byte * (slice_ * rows + copied)
+    back = size - slice_ if shape.delivered is None else shape.delivered
+    return (1 + bool(back)) * network.latency + network.byte * (busiest + back) + network.add_byte * slice_ * rows

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Overlap, Owners, Parts, Reducer, Settled, Summation, Tensors, plan_offload
+from virtualflow.reduction import Overlap, Parts, Portions, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffers import BufferTracker, Switches, add_up_changes, summed_as, write_changes
@@ -453,17 +453,17 @@ class GradientSync:
         self._order, self._taken, self._buffers.begun = (), 0, False
         self.forget_contributions()
 
-    def enter(self, owners: Owners | None) -> None:
+    def enter(self, portions: Portions | None) -> None:
         """A generation begins: another number of workers needs other buffers.
 
         Args:
-            owners: of the parameters, who alone need their gradients; ``None``: all need all.
+            portions: who alone needs what of the parameters' gradients; ``None``: all need all.
         """
         self._order, self._taken = (), 0
         self._open, self._open_until = False, 0  # not all of its members know what the last one has shown
         self._overlap.enter()
         self._reducer.forget()
-        self._reducer.share(owners)
+        self._reducer.share(portions)
 
     def close(self) -> None:
         self._overlap.close()

@@ -142,8 +142,10 @@ class OptimizerStep:
 
     def commit(self, gradients: Tensors) -> None:
         """The step counts: leave the gradients for the user to look at, if they are on the device."""
+        shows = self._placement.shows_gradients
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient if self._placement.shows_gradients else None
+            whole = gradient is not None and gradient.shape == parameter.shape  # and not what its keeper has of it
+            parameter.grad = gradient if shows and whole else None
         self.in_portions = None
 
     def schedule(self, epoch_ends: bool) -> None:

@@ -117,11 +117,16 @@ class Shards:
         self.shares, self._rank = self.cut_for(size), rank
         self.mine = self.shares.kept(rank)
         self._my_pieces = self.row.pieces(self.mine)
+        self._places: dict[int, list[tuple[Stretch, int]]] = {}
+        """Of each parameter the pieces kept here, and where in its gradient they begin."""
+        for piece in self._my_pieces:
+            before = self._places.setdefault(piece.place, [])
+            before.append((piece, sum(known.end - known.begin for known, _ in before)))
         self._first_pieces = [self.row.pieces(self.shares.first(member)) for member in range(size)]
 
     def cut_for(self, members: int) -> Shares:
         """The shares of a generation of so many members."""
-        return share_row(self.row, members, self._copies)
+        return share_row(self.row, members, self._copies, self._settings.bucket)
 
     def tell(self) -> Holding:
         return Holding(
@@ -139,7 +144,8 @@ class Shards:
         """The reduced gradient of the share has arrived.
 
         Args:
-            gradients: for each parameter; ``None`` for others' and for those that have none.
+            gradients: for each parameter what this worker keeps of it (``Reducer.share``); ``None`` for others' and for
+                those that have none.
         """
         self._gradients, self._present = gradients, list(present)
         self._decided = self._stepped = False
@@ -163,10 +169,19 @@ class Shards:
             norms[: len(found)] = found
         gathered = collectives.all_gather(as_raw(norms)).contiguous().view(torch.float64).view(collectives.size, -1)
         if self._clip_norm is not None:
-            # One share stands behind the other, so this is the order of the parameters.
-            blocks = [row[: self._count_blocks(rank)] for rank, row in enumerate(gathered)]
-            self._norm = float(total_norm(torch.cat(blocks)))
+            self._norm = float(total_norm(torch.cat(self._in_order(gathered))))
         self._decided = True
+
+    def _in_order(self, gathered: Tensor) -> list[Tensor]:
+        """The norms that each member has told of the blocks of its share, in the order of the parameters."""
+        shares = [(piece, member) for member in range(len(gathered)) for piece in self._sent_by(member)]
+        taken = [0] * len(gathered)
+        found = []
+        for piece, rank in sorted(shares):
+            begin = taken[rank]
+            taken[rank] += count_blocks(piece.end - piece.begin, self._settings.norm_block)
+            found.append(gathered[rank, begin : taken[rank]])
+        return found
 
     def _sent_by(self, rank: int) -> list[Stretch]:
         return [piece for piece in self._first_pieces[rank] if self._present[piece.place]]
@@ -181,7 +196,12 @@ class Shards:
         for piece in pieces:
             gradient = self._gradients[piece.place]
             assert gradient is not None
-            found[piece] = gradient if self.row.is_whole(piece) else gradient.view(-1)[piece.begin : piece.end]
+            if self.row.is_whole(piece):
+                found[piece] = gradient
+                continue
+            of, offset = next(one for one in reversed(self._places[piece.place]) if one[0].begin <= piece.begin)
+            begin = offset + piece.begin - of.begin
+            found[piece] = gradient.view(-1)[begin : begin + piece.end - piece.begin]
         return found
 
     def step(self, norm: float | None = None) -> None:

@@ -157,7 +157,7 @@ class Update:
         self.reducer.agree(communicator, wish, holdings, self._parameters, spare=spare)
 
     def enter(self) -> None:
-        self.sync.enter(None if self.shards is None else self.shards.shares.owners)
+        self.sync.enter(None if self.shards is None else self.shards.shares.portions)
 
     def close(self) -> None:
         self.sync.close()

@@ -197,8 +197,9 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         reporter=reporter,
     )
     if options.shard_optimizer:  # which checkpoints need not know
-        kept = "" if options.redundancy == "peer" else ", kept once"
-        signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded{kept}"}
+        copies, run = "twice" if options.redundancy == "peer" else "once", request.settings.reduction.bucket
+        sharding = f"sharded in runs of {run:,} bytes and kept {copies}"
+        signature = {**signature, "optimizer": f"{signature['optimizer']}, {sharding}"}
     if update.spot_checker is not None:  # all choose the same virtual nodes
         signature = {**signature, "verify": str(update.spot_checker.sample)}
     signature = {**signature, "samples": describe_samples(options, samples)}
