@@ -127,12 +127,13 @@ def test_an_orphaned_job_trains_on_and_its_name_is_free_when_its_pods_are_gone(
     manifest = digits("left", steps=3000, pause=0.05)
     job = start(manifest)
     job.wait_training(2)
-    pods = {pod["metadata"]["uid"] for pod in job.pods()}
+    pods, control = {pod["metadata"]["uid"] for pod in job.pods()}, job.control()
     job.kubectl("delete", "vfj", "left", "--cascade=orphan", "--wait=true", timeout=60)
     start(manifest)
     message = job.wait_condition("Progressing", "NameTaken", 30)["message"]
-    step = job.coordinator_status()["step"]
-    until("the orphans train on", lambda: job.coordinator_status()["step"] > step + 20, 30)
+    # The orphans believe whoever controlled their job, and not the new one of that name.
+    step = job.coordinator_status(control)["step"]
+    until("the orphans train on", lambda: job.coordinator_status(control)["step"] > step + 20, 30)
     left = job.pods()
     assert {pod["metadata"]["uid"] for pod in left} == pods
     assert not any("deletionTimestamp" in pod["metadata"] for pod in left)
