@@ -215,12 +215,13 @@ class BucketExchange(ABC):
             at: [row[offset + begin : offset + end] for begin, end, keepers in portions[place] if rank in keepers]
             for at, (place, offset) in enumerate(zip(places, self._bucket.offsets, strict=True))
         }
-        return self._joined({at: pieces for at, pieces in needed.items() if pieces})
+        return self._shaped(
+            {at: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for at, pieces in needed.items() if pieces}
+        )
 
-    def _joined(self, needed: Mapping[int, Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
-        """The sums of tensors of which this worker needs these pieces, ``[n]`` each where it is not all of them."""
-        places = [self._bucket.places[at] for at in needed]
-        joined = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for pieces in needed.values()]
+    def _shaped(self, needed: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+        """What this worker needs of the sums of some tensors, ``[n]`` where it is not all of one."""
+        places, joined = [self._bucket.places[at] for at in needed], list(needed.values())
         likes = [self._plan.results[place] for place in places]
         for at, (like, tensor) in enumerate(zip(likes, joined, strict=True)):
             if like.numel() != len(tensor):
@@ -353,6 +354,15 @@ class SharedExchange(BucketExchange):
             else self._incoming[:0]
             for member, needed in enumerate(self._needed)
         ]
+        sizes: dict[int, dict[int, int]] = {}
+        for member, needed in enumerate(self._needed):
+            for part in needed:
+                of = sizes.setdefault(part.at, {})
+                of[member] = of.get(member, 0) + part.numel
+        joined = {at: sum(of.values()) for at, of in sizes.items() if len(of) > 1}
+        memory = buffers.get((name, "joined", index), (sum(joined.values()),), dtype)
+        self._joined = dict(zip(joined, torch.split(memory, list(joined.values())), strict=True))
+        """Where the sums of a tensor are put together that come from several."""
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
         return [
@@ -391,7 +401,10 @@ class SharedExchange(BucketExchange):
                 end = begin + sum(part.numel for part in parts)
                 found.setdefault(at, []).append((parts, row[begin:end]))
                 begin = end
-        return self._joined({at: _in_order(pieces) for at, pieces in found.items()})
+        whole = {}
+        for at, pieces in found.items():
+            whole[at] = pieces[0][1] if len(pieces) == 1 else torch.cat(_in_order(pieces), out=self._joined[at])
+        return self._shaped(whole)
 
     def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
         messages = [
@@ -414,8 +427,6 @@ def _at(part: Part) -> int:
 
 def _in_order(pieces: Sequence[tuple[list[Part], Tensor]]) -> list[Tensor]:
     """The sums of parts of one tensor, ascending, where those of each worker lie one behind the other."""
-    if len(pieces) == 1:
-        return [pieces[0][1]]
     found = {
         part.begin: piece
         for parts, row in pieces
