@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE, PLURAL, WORKER
 from virtualflow_operator.controllers.issuer import derive_token
-from virtualflow_operator.k8s.client import JOBS, PODS, ApiError, KubeApi, Resource
+from virtualflow_operator.k8s.client import JOBS, PODS, ApiError, KubeApi, Resource, Unavailable
 from virtualflow_operator.settings import ApiSettings
 
 ROOT = Path(__file__).parents[2]
@@ -46,10 +46,10 @@ PER_JOB = {
     "POST services": 1,
     "POST secrets": 1,
     "POST poddisruptionbudgets": 1,  # where policy/v1 is served, which is from Kubernetes 1.21 on
-    "POST events": 2,  # WorkersCreated, Training
+    "POST events": 3,  # Plaintext, WorkersCreated, Training
     "PATCH virtualflowjobs": 3,  # taken up; pods made; training
 }
-"""What a job of so many workers takes: 14 requests, of which none can be left out or shared with another job."""
+"""What a job of so many workers takes: 15 requests, of which none can be left out or shared with another job."""
 MOST_AGAIN = 1.05
 """A status is written once more where news of workers come in two parts."""
 MOST_OTHERS = 15
@@ -122,10 +122,14 @@ async def coordinators(names: dict[str, str]) -> AsyncIterator[Counter[str]]:
 
 
 async def following(api: KubeApi, resource: Resource) -> AsyncIterator[dict[str, Any]]:
-    """Yield all objects there are, and each one that has changed; a watch may end at any time."""
+    """Yield all objects there are, and each one that has changed; a watch may end at any time.
+
+    A busy API server refuses to watch from a version that its cache has not come to yet: "Too large resource version".
+    """
     while True:
-        async for _, body in api.watch(resource, NAMESPACE, "", "", WATCH_SECONDS):
-            yield body
+        with suppress(Unavailable):
+            async for _, body in api.watch(resource, NAMESPACE, "", "", WATCH_SECONDS):
+                yield body
         await asyncio.sleep(0.1)
 
 
