@@ -46,7 +46,7 @@ def test_who_hears_every_packet_between_nodes_learns_nothing(
         until("its place is taken", lambda: job.status().get("changes", 0) >= 3, STARTS)
         job.wait_training(3, STARTS)
         _note(job, secrets)
-        assert job.coordinator_status()["phase"] == "training"
+        assert job.coordinator_status()["phase"] in ("training", "evaluating")
         job.patch({"suspend": True})
         job.wait_phase("Suspended", STARTS)
     finally:
