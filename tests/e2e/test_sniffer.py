@@ -66,5 +66,5 @@ def _note(job: Job, secrets: dict[str, bytes]) -> None:
     secrets |= {"token": token, "view token": view_token(token.decode()).encode()}
     for pod in job.pods():
         identity = job.identity_of(pod)
-        name = pod["metadata"]["name"]
-        secrets |= {f"{what} of {name}": secret for what, secret in key_patterns(identity[OWN]).items()}
+        who = f"{pod['metadata']['name']} {pod['metadata']['uid']}"  # its successor has the same name
+        secrets |= {f"{what} of {who}": secret for what, secret in key_patterns(identity[OWN]).items()}
