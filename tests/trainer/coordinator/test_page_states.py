@@ -155,8 +155,7 @@ async def look_at(tab: Tab, name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "state_of",
     [
-        SHOWN[0],
-        *(pytest.param(state, marks=pytest.mark.slow) for state in SHOWN[1:]),
+        *(pytest.param(state, marks=pytest.mark.slow) for state in SHOWN),
         *(pytest.param(state, marks=pytest.mark.nightly) for state in (starting, without_coordinator, slow, large)),
     ],
 )

@@ -348,6 +348,7 @@ def count_bytes(sharded: bool, redundancy: Redundancy = "peer") -> list[int]:
     return [after - before for before, after in pairwise(counted)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [3, nightly(2), nightly(4), nightly(5)])
 def test_a_step_sends_what_an_unsharded_one_does_and_a_second_keeper_its_share(
     workers: int, start_job: Callable[..., ElasticJob]
