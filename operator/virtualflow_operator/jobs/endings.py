@@ -24,6 +24,7 @@ from virtualflow_operator.jobs.coordinators import unheard
 from virtualflow_operator.jobs.job_status_builder import build_status, known_step
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import JobFacts
+from virtualflow_operator.jobs.workers import templates_accepted
 
 _DOUBTED_NODES = 8
 """Of the nodes on which a worker was found to be wrong, a job keeps off so many: the latest."""
@@ -283,7 +284,9 @@ def suspend(facts: JobFacts, draft: Draft) -> JobStatus:
     for pod in (*facts.pods.coordinators, *facts.pods.stale):
         if not pod.terminating:
             draft.delete(pod, facts.rest, "suspend")
+    # What would keep it from beginning is said while it waits, not hours later.
+    accepted = bool(facts.faults) or templates_accepted(facts, draft)
     status = _with_last_words(facts, build_status(facts, draft.status))
-    if facts.admitted.wait is not None:
-        return phases.queued(status, facts.job, facts.admitted.wait, now)
-    return phases.suspended(status, facts.job, now)
+    wait = facts.admitted.wait
+    status = phases.suspended(status, facts.job, now) if wait is None else phases.queued(status, facts.job, wait, now)
+    return status if accepted or not facts.rejection else phases.rejected(status, facts.job, facts.rejection, now)

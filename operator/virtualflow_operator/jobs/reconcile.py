@@ -110,12 +110,7 @@ def _decide(facts: JobFacts, draft: Draft) -> JobStatus:
     # Suspended, or without workers by its queue's decision.
     if facts.spec.suspend:
         status = suspend(facts, draft)
-        if faults:
-            return phases.invalid(status, facts.job, faults, facts.now)
-        # What would keep it from beginning is said while it waits, not hours later.
-        if status.phase != "Suspending" and not templates_accepted(facts, draft) and facts.rejection:
-            return phases.rejected(status, facts.job, facts.rejection, facts.now)
-        return status
+        return phases.invalid(status, facts.job, faults, facts.now) if faults else status
 
     return _run(facts, draft)
 
