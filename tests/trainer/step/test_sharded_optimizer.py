@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -278,11 +279,19 @@ def test_a_checkpoint_of_slices_is_read_by_another_number_of_workers(
     assert {len(result.more) for result in results} == {8 - 4}
 
 
-def count_memory(redundancy: Redundancy = "peer") -> list[int]:
-    """The bytes of the optimizer's states after each of some steps, when nine tenths of all are one parameter's."""
+@contextmanager
+def dominated(virtual_nodes: int, **options: Any) -> Iterator[tuple[vf.Run, nn.Module, torch.optim.Optimizer]]:
+    """A training of four steps in which nine tenths of all are one parameter's."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 16_384), nn.Linear(16_384, 1), nn.Flatten(0))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    numbers = {"batch_size": 12, "steps": 4, "virtual_nodes": virtual_nodes}
+    with vf.elastic(model, optimizer, regression(), **numbers, **options) as run:
+        yield run, model, optimizer
+
+
+def count_memory(redundancy: Redundancy = "peer") -> list[int]:
+    """The bytes of the optimizer's states after each step."""
     counted: list[int] = []
 
     def count() -> None:
@@ -291,16 +300,7 @@ def count_memory(redundancy: Redundancy = "peer") -> list[int]:
             states += kept._slices.values()
         counted.append(sum(each.numel() * each.itemsize for state in states for each in state.values()))
 
-    with vf.elastic(
-        model,
-        optimizer,
-        regression(),
-        batch_size=12,
-        steps=3,
-        virtual_nodes=4,
-        shard_optimizer=True,
-        redundancy=redundancy,
-    ) as run:
+    with dominated(4, shard_optimizer=True, redundancy=redundancy) as (run, model, optimizer):
         train_steps(run, model, optimizer, count)
     return counted
 
@@ -318,10 +318,7 @@ def test_shares_are_kept_as_often_as_is_wanted_whatever_the_largest_parameter_is
 
 
 def count_bytes(sharded: bool, redundancy: Redundancy = "peer") -> list[int]:
-    """What this worker has sent to others in each of some steps, frames' heads left out."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 16_384), nn.Linear(16_384, 1), nn.Flatten(0))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    """What this worker has sent to others in each step but the first, frames' heads left out."""
     sent = [0]
     counted: list[int] = []
     send = Lane.send
@@ -332,17 +329,9 @@ def count_bytes(sharded: bool, redundancy: Redundancy = "peer") -> list[int]:
 
     with (
         patch.object(Lane, "send", counting),
-        vf.elastic(
-            model,
-            optimizer,
-            regression(),
-            batch_size=12,
-            steps=4,
-            virtual_nodes=12,
-            shard_optimizer=sharded,
-            redundancy=redundancy,
-            exchange=vf.Exchange(algorithm="reduce-scatter"),
-        ) as run,
+        dominated(
+            12, shard_optimizer=sharded, redundancy=redundancy, exchange=vf.Exchange(algorithm="reduce-scatter")
+        ) as (run, model, optimizer),
     ):
         train_steps(run, model, optimizer, lambda: counted.append(sent[0]))
     return [after - before for before, after in pairwise(counted)]

@@ -88,9 +88,9 @@ def elastic(
             memory allows and make it faster, which is measured.
         batch_norm: whether batch norm goes on normalising over each ``"virtual-node"`` of such a micro-batch, or over
             the whole ``"micro-batch"``.
-        shard_optimizer: each worker keeps only its share of the optimizer's state, and that of one other worker in case
-            it is lost. For optimizers that treat each element for itself (SGD, Adam and their kin);
-            after a step a worker has the gradients of those parameters only that it keeps whole.
+        shard_optimizer: each worker keeps only its share of the optimizer's state, and that of another
+            (``redundancy``). For optimizers that treat each element for itself (SGD, Adam and their kin). After a step
+            a worker has the gradients of those parameters only that it keeps whole.
         redundancy: who else keeps a worker's share, which decides what a loss costs that nobody has announced: another
             worker (``"peer"``; at most a step), or nobody, for half of the memory and fewer messages: then all workers
             start again from the newest ``"checkpoint"``, or with ``"none"`` perhaps from the beginning.
