@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,10 +84,15 @@ class Cluster:
             response.response.close()
 
     async def events(self, count: int, resource: Resource, **query: str) -> list[Object]:
-        """Return the next events of a watch."""
+        """Return the next events of a watch, as a client sees them.
+
+        A busy API server may refuse to begin: its cache has not come to the version yet ("Too large resource version").
+        """
         found: list[Object] = []
         async with aclosing(self.watch(resource, **query)) as stream:
             async for event in stream:
+                if event["type"] == "ERROR" and event["object"]["code"] == HTTPStatus.GATEWAY_TIMEOUT and not found:
+                    return await self.events(count, resource, **query)
                 found.append(event)
                 if len(found) == count:
                     break

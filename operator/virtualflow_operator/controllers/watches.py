@@ -10,11 +10,15 @@ Exit codes: 0 stopped by a signal; 1 it could not go on, or lost its lease; 2 it
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from http import HTTPStatus
+from typing import Any, cast
 
 import aiohttp
 import kopf
@@ -25,9 +29,11 @@ from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
 from virtualflow_operator.controllers.manager import Manager, read_keys
-from virtualflow_operator.k8s import OURS, KubeApi, WatchPace, bounded_response, leave_at_once
+from virtualflow_operator.k8s import OURS, KubeApi, WatchLines, WatchPace, bounded_response, leave_at_once
 from virtualflow_operator.observability import configure as configure_logs
 from virtualflow_operator.settings import ApiSettings, OperatorSettings
+
+logger = logging.getLogger(__name__)
 
 _STOPPING = 30.0
 """Seconds in which kopf cancels a start that has failed: until then nothing is watched."""
@@ -36,6 +42,8 @@ _ENDING = 10.0
 it, kopf may wait for ever, with the lease given back and nobody to restart it."""
 _SILENCE = 75.0
 """A watch of which nothing has come for so long is dead: once a minute the API server sends a bookmark."""
+_ERROR = re.compile(rb'\s*\{\s*"type"\s*:\s*"ERROR"')
+"""How the event of an error begins."""
 
 
 class Undiffed(kopf.DiffBaseStorage):
@@ -53,8 +61,8 @@ class Undiffed(kopf.DiffBaseStorage):
         """Write nothing into the object."""
 
 
-class _Paced:
-    """Lets each watch of a session begin at its pace."""
+class _Watches:
+    """Lets each watch of a session begin at its pace, and lets none end the operator."""
 
     def __init__(self) -> None:
         self._paces: defaultdict[str, WatchPace] = defaultdict(WatchPace)
@@ -62,16 +70,34 @@ class _Paced:
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        if request.url.query.get("watch") == "true":
-            await asyncio.sleep(self._paces[request.url.path].wait(time.monotonic()))
-        return await handler(request)
+        if request.url.query.get("watch") != "true":
+            return await handler(request)
+        await asyncio.sleep(self._paces[request.url.path].wait(time.monotonic()))
+        response = await handler(request)
+        response.content = cast(aiohttp.StreamReader, WatchLines(response.content, as_expired))
+        return response
+
+
+def as_expired(event: bytes) -> bytes:
+    """Return an event of a watch, one of an error with the code 410 instead of its own.
+
+    kopf lists and watches anew after 410, and ends at any other. A busy API server, or one that has just started,
+    answers 504 where its cache has not come to the version yet ("Too large resource version").
+    """
+    if _ERROR.match(event) is None:
+        return event
+    error = json.loads(event)
+    logger.warning("a watch ended, and begins with a list: %s", error["object"].get("message"))
+    error["object"]["code"] = HTTPStatus.GONE
+    return json.dumps(error).encode()
 
 
 class WatchSession(kopf.AiohttpSession):
     """What kopf itself would connect with, but for two things.
 
-    It reads only so deep: without that, one object would end its watch. And a watch that ends as soon as it has begun
-    begins anew after a wait: kopf itself asks again at once.
+    It reads only so deep: without that, one object would end its watch. A watch that ends as soon as it has begun
+    begins anew after a wait: kopf itself asks again at once. And no error that the API server tells within a watch ends
+    the operator.
 
     Equal to any other with the same credentials, by which kopf knows those that were refused before.
     """
@@ -83,7 +109,7 @@ class WatchSession(kopf.AiohttpSession):
             proxy=info.proxy_url,
             trust_env=info.trust_env,
             response_class=response_class,
-            middlewares=(_Paced(),),
+            middlewares=(_Watches(),),
         )
         super().__init__(
             server=info.server,

@@ -26,5 +26,5 @@ from virtualflow_operator.k8s.client import (
 from virtualflow_operator.k8s.event_recorder import EventRecorder, TokenBucket
 from virtualflow_operator.k8s.following import OURS, ForeignPodWatch, WatchPace, WorkloadWatch, relist
 from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
-from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
+from virtualflow_operator.k8s.nesting import DeepObjects, WatchLines, bounded_response
 from virtualflow_operator.k8s.readers import Readers

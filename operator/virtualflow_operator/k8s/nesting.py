@@ -85,7 +85,7 @@ def bounded_response(too_deep: TooDeep) -> type[aiohttp.ClientResponse]:
         async def start(self, connection: Connection) -> Self:
             await super().start(connection)
             if "watch" in self.url.query:
-                self.content = cast(aiohttp.StreamReader, _Lines(self.content, bounded))
+                self.content = cast(aiohttp.StreamReader, WatchLines(self.content, bounded))
             return self
 
         async def read(self) -> bytes:
@@ -98,11 +98,11 @@ def bounded_response(too_deep: TooDeep) -> type[aiohttp.ClientResponse]:
     return BoundedResponse
 
 
-class _Lines:
-    """The content of a watch: line by line, each of which is JSON of its own."""
+class WatchLines:
+    """The content of a watch: line by line, each of which is JSON of its own, and goes through ``edit``."""
 
-    def __init__(self, content: aiohttp.StreamReader, bounded: Callable[[bytes], bytes]) -> None:
-        self._content, self._bounded = content, bounded
+    def __init__(self, content: aiohttp.StreamReader, edit: Callable[[bytes], bytes]) -> None:
+        self._content, self._edit = content, edit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._content, name)
@@ -116,11 +116,11 @@ class _Lines:
         async for chunk in self._content.iter_any():
             *lines, last = chunk.split(b"\n")
             for line in lines:
-                yield self._bounded(b"".join((*rest, line))) + b"\n"
+                yield self._edit(b"".join((*rest, line))) + b"\n"
                 rest = []
             rest.append(last)
         if any(rest):
-            yield self._bounded(b"".join(rest))
+            yield self._edit(b"".join(rest))
 
     def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
         return self.iter_any()

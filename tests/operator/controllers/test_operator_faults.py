@@ -34,6 +34,7 @@ STORMS = {
         Fault(code=504, after=True, method="DELETE", times=4),
     ],
     "watches that are too old": [Fault(code=410, verb="watch", times=None, seconds=1.0)],
+    "watches that are too new": [Fault(code=504, verb="watch", times=None, seconds=1.0)],
     "watches that end at once": [Fault(end=True, verb="watch", times=None, seconds=1.0)],
     "forbidden for a while": [Fault(code=403, method="POST", times=None, seconds=1.0)],
 }
@@ -44,6 +45,8 @@ def inject(stage: Stage, storm: list[Fault]) -> None:
     for fault in storm:
         fault.hits = 0
         stage.server.inject(fault)
+    if any(fault.verb == "watch" for fault in storm):
+        stage.server.drop_watches()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ class Fault:
     """
 
     code: int | None = None
-    """Answer with this status instead; a watch answers 200 and then an ERROR event with it."""
+    """Answer with this status instead; a watch answers 200 and then an ERROR event with 410 and 504."""
     reason: str = ""
     message: str = "injected"
     retry_after: int | None = None

@@ -312,10 +312,9 @@ class Frontend:
     async def _refuse_watch(
         self, request: web.Request, call: _Call, begin: float, refusal: Refusal
     ) -> web.StreamResponse:
-        if refusal.code != 410:  # only versions are found too old when the stream has begun
-            self._note(request, call, begin, refusal.code)
+        self._note(request, call, begin, refusal.code)
+        if refusal.code not in {410, 504}:  # versions are found too old, or too new, when the stream has begun
             return web.json_response(refusal.status, status=refusal.code)
-        self._note(request, call, begin, 410)
         return web.Response(body=_line("ERROR", refusal.status), content_type="application/json")
 
 
