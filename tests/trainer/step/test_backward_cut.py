@@ -353,7 +353,7 @@ def test_memory_and_work_are_what_the_reached_blocks_take(fraction: float, reach
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "whole": dict,
     "clipped": lambda: {"clip_norm": 0.01},
-    "sharded and clipped": lambda: {"sharded": True, "clip_norm": 0.01},
+    "sharded and clipped": lambda: {"shard_copies": 2, "clip_norm": 0.01},
     "on the host": lambda: {"host": CountedMemory()},
 }
 
