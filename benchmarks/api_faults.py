@@ -34,7 +34,6 @@ from benchmarks import operator_scale
 from benchmarks.hostile_tenants import job, run_pods
 from benchmarks.operator_scale import ADDRESS, NAMESPACE, coordinators, insisting, operated
 from virtualflow.launcher.supervisor import die_with
-from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.k8s.client import JOBS, PODS, KubeApi
 
 JOBS_MADE = 100
@@ -185,13 +184,12 @@ class Container:
 async def measure(folder: Path, kubeconfig: Path, seconds: float, faults: Sequence[str]) -> list[dict[str, Any]]:
     """Let jobs train, and play one fault after the other; a row each."""
     config = yaml.safe_load(await asyncio.to_thread(kubeconfig.read_text))
-    names: dict[str, str] = {}
     operator_scale.WORKERS = 1
     running: dict[str, float] = {}
     async with (
         between(config, folder / "through") as proxy,
-        operated(folder, kubeconfig, 1, folder / "through") as (api, key, process, _),
-        coordinators(names),
+        operated(folder, kubeconfig, 1, folder / "through") as (api, identities, process, _),
+        coordinators(identities),
         asyncio.TaskGroup() as group,
     ):
         container = Container(process)
@@ -200,8 +198,7 @@ async def measure(folder: Path, kubeconfig: Path, seconds: float, faults: Sequen
             group.create_task(run_pods(api, NAMESPACE, ADDRESS, running)),
         ]
         for name in ("honest", *(f"job-{number}" for number in range(JOBS_MADE))):
-            body = await insisting(lambda name=name: api.create(JOBS, NAMESPACE, job(NAMESPACE, name)))
-            names[derive_token(key, body["metadata"]["uid"])] = name
+            identities.make(await insisting(lambda name=name: api.create(JOBS, NAMESPACE, job(NAMESPACE, name))))
         async with asyncio.timeout(PATIENCE):
             while len(running) < 2 * (JOBS_MADE + 1):  # noqa: ASYNC110 - another task fills it
                 await asyncio.sleep(0.1)

@@ -1,9 +1,9 @@
 """The operator beside hundreds of hostile coordinators of one namespace, on a real API server with etcd.
 
-One process plays all hostile coordinators. Each sends statuses as fast as they are read, and each contradicts the one
-before it: a third have 872 kB, which the protocol allows, a third as much as is read of any coordinator, and a third
-are small. Another namespace has an honest job. Measured are the operator's memory and CPU, what it writes, and how long
-a scale-up of the honest job takes until its new pod is there.
+One process plays all hostile coordinators, each with the identity of its job. Each sends statuses as fast as they are
+read, and each contradicts the one before it: a third have 872 kB, which the protocol allows, a third as much as is read
+of any coordinator, and a third are small. Another namespace has an honest job. Measured are the operator's memory and
+CPU, what it writes, and how long a scale-up of the honest job takes until its new pod is there.
 
 It needs ``kube-apiserver`` and ``etcd`` on the PATH.
 """
@@ -31,12 +31,20 @@ from tests.operator_metrics import requests, scrape
 
 from benchmarks import operator_scale
 from benchmarks.jobs import environment
-from benchmarks.operator_scale import ADDRESS, NAMESPACE, coordinators, following, insisting, operated
+from benchmarks.operator_scale import (
+    ADDRESS,
+    NAMESPACE,
+    Doors,
+    Identities,
+    coordinators,
+    following,
+    insisting,
+    operated,
+)
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.versions import PROTOCOL
 from virtualflow_operator.constants import COORDINATOR_PORT
-from virtualflow_operator.controllers.issuer import derive_token
 from virtualflow_operator.k8s.client import JOBS, PODS, KubeApi, Object, Resource
 
 SIZES = (60, 500)
@@ -76,9 +84,9 @@ def hostile_statuses() -> list[list[bytes]]:
     return found
 
 
-async def be_hostile(*, quiet: bool) -> None:
+async def be_hostile(identities: Path, *, quiet: bool) -> None:
     """Answer for all hostile coordinators, until this process is killed; ``quiet``: each has one word to say."""
-    said = itertools.cycle(hostile_statuses())
+    said, doors = itertools.cycle(hostile_statuses()), Doors(identities)
 
     async def watch(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(compress=False)
@@ -102,7 +110,7 @@ async def be_hostile(*, quiet: bool) -> None:
     app.router.add_post("/v1/{call}", call)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, HOSTILE_ADDRESS, COORDINATOR_PORT).start()
+    await web.TCPSite(runner, HOSTILE_ADDRESS, COORDINATOR_PORT, ssl_context=doors.context).start()
     await asyncio.Event().wait()
 
 
@@ -112,7 +120,6 @@ def job(namespace: str, name: str) -> Object:
     spec = {
         "virtualNodes": 64,
         "replicas": 1,
-        "security": {"plaintext": True},  # its coordinators are stand-ins
         "workerGroups": [{"name": "workers", "template": {"spec": {"containers": [container]}}}],
     }
     metadata = {"name": name, "namespace": namespace}
@@ -167,31 +174,31 @@ async def scale_up(api: KubeApi, workers: int, running: dict[str, float]) -> flo
     return seen - began
 
 
-async def attack(api: KubeApi, process: psutil.Process, port: int, key: bytes, count: int, role: str) -> dict[str, Any]:
+async def attack(
+    api: KubeApi, process: psutil.Process, port: int, identities: Identities, count: int, role: str
+) -> dict[str, Any]:
     """The figures of an operator beside so many hostile jobs."""
-    names: dict[str, str] = {}
     operator_scale.WORKERS = 1
     gauge, running = Gauge(process), {HOSTILE: dict[str, float](), NAMESPACE: dict[str, float]()}
     await api.create(_NAMESPACES, None, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": HOSTILE}})
     hostile = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.hostile_tenants", role, env=environment()
+        sys.executable, "-m", "benchmarks.hostile_tenants", role, str(identities.folder), env=environment()
     )
     numbers = iter(range(count))
 
     async def some() -> None:
         for number in numbers:
             name = f"hostile-{number}"
-            await insisting(lambda name=name: api.create(JOBS, HOSTILE, job(HOSTILE, name)))
+            identities.make(await insisting(lambda name=name: api.create(JOBS, HOSTILE, job(HOSTILE, name))))
 
     try:
-        async with coordinators(names), asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+        async with coordinators(identities), asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(gauge.run()),
                 group.create_task(run_pods(api, HOSTILE, HOSTILE_ADDRESS, running[HOSTILE])),
                 group.create_task(run_pods(api, NAMESPACE, ADDRESS, running[NAMESPACE])),
             ]
-            body = await api.create(JOBS, NAMESPACE, job(NAMESPACE, "honest"))
-            names[derive_token(key, body["metadata"]["uid"])] = "honest"
+            identities.make(await api.create(JOBS, NAMESPACE, job(NAMESPACE, "honest")))
             while len(running[NAMESPACE]) < 2:  # noqa: ASYNC110 - another task fills it
                 await asyncio.sleep(0.1)
             alone = [await scale_up(api, 2 + n, running[NAMESPACE]) for n in range(SCALE_UPS)]
@@ -232,8 +239,8 @@ async def attack(api: KubeApi, process: psutil.Process, port: int, key: bytes, c
 
 async def measure(folder: Path, kubeconfig: Path, count: int, role: str) -> dict[str, Any]:
     """Start an operator, and attack it."""
-    async with operated(folder, kubeconfig, 1) as (api, key, process, port):
-        return await attack(api, process, port, key, count, role)
+    async with operated(folder, kubeconfig, 1) as (api, identities, process, port):
+        return await attack(api, process, port, identities, count, role)
 
 
 def _row(found: dict[str, Any]) -> dict[str, Any]:
@@ -257,10 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     parser.add_argument("--quiet", action="store_true", help="for comparison: no coordinator is hostile")
     for role in ("--be-hostile", "--be-quiet"):
-        parser.add_argument(role, action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument(role, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.be_hostile or given.be_quiet:
-        asyncio.run(be_hostile(quiet=given.be_quiet))
+        asyncio.run(be_hostile(given.be_hostile or given.be_quiet, quiet=given.be_quiet is not None))
     role = "--be-quiet" if given.quiet else "--be-hostile"
     found: dict[str, Any] = {"runs": [], "rows": [], "text": TEXT}
     if not kube_apiserver.at_hand():

@@ -1,8 +1,8 @@
 """The operator with a thousand jobs and eight thousand pods in one queue, on a real API server with etcd.
 
 This program is kubelet and coordinators: it lets every pod run as soon as it is there, and answers for all coordinators
-that their jobs train with all that they want. So what is measured is the operator, the API server and what lies between
-them. The queue has four kinds of device with room for all. Measured are
+that their jobs train with all that they want, each by the identity of its job. So what is measured is the operator, the
+API server and what lies between them. The queue has four kinds of device with room for all. Measured are
 
 - the *burst*: from the first job made until every job has its workers, trains, and its status says so;
 - a minute in which nothing happens;
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import secrets
+import ssl
 import sys
 import tempfile
 import time
@@ -38,11 +39,13 @@ from tests.operator_metrics import requests, scrape
 from benchmarks.jobs import ROOT, environment
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.certificates import Party, server_name
+from virtualflow.protocol.identity import Identity
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB
-from virtualflow_operator.controllers.issuer import derive_token
+from virtualflow_operator.controllers.issuer import Issuer
 from virtualflow_operator.k8s.client import JOBS, NODES, PODS, QUEUES, ApiError, KubeApi, Object, Resource, Unavailable
 from virtualflow_operator.observability.metrics import CALLS
-from virtualflow_operator.settings import ApiSettings
+from virtualflow_operator.settings import ApiSettings, CertificateSettings
 
 JOBS_MADE = 1_000
 WORKERS = 7
@@ -69,7 +72,6 @@ def job(name: str) -> Object:
         "queue": "shared",
         "virtualNodes": WORKERS,
         "maxReplicas": WORKERS,
-        "security": {"plaintext": True},  # its coordinators are stand-ins
         "workerGroups": [{"name": "workers", "template": {"spec": {"containers": [container]}}}],
     }
     metadata = {"name": name, "namespace": NAMESPACE}
@@ -88,15 +90,68 @@ def training(name: str) -> http_api.Status:
     return statuses.coordinator_status("training", *workers, wanted=WORKERS, step_ms=33.0, **facts)
 
 
+class Identities:
+    """The coordinators' identities, each in a folder by the name under which it is asked for.
+
+    Args:
+        folder: for them; another process that serves coordinators finds them there.
+        key: the operator's.
+    """
+
+    def __init__(self, folder: Path, key: bytes) -> None:
+        self.folder = folder
+        self.names: dict[str, str] = {}
+        """Names of jobs by their coordinators' names."""
+        self._issuer = Issuer([key], CertificateSettings())
+
+    def make(self, body: Object) -> None:
+        """Give a job's coordinator one."""
+        uid, name = body["metadata"]["uid"], body["metadata"]["name"]
+        self.names[server_name(uid)] = name
+        files = self._issuer.files_of(Party(uid, "coordinator", f"{name}-coordinator"), time.time())
+        ready, made = self.folder / server_name(uid), self.folder / f"{uid}.new"
+        made.mkdir(parents=True)
+        for file, content in files.items():
+            (made / file).write_bytes(content)
+        made.rename(ready)
+
+
+class Doors:
+    """Mutual TLS for one server that stands for the coordinators in ``folder``: clients say which one they ask."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, ssl.SSLContext] = {}
+        self._asked: dict[ssl.SSLContext, str] = {}
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.verify_mode = ssl.CERT_REQUIRED
+        self.context.sni_callback = self._choose
+
+    def asked(self, request: web.Request) -> str:
+        """The name of the coordinator that a request is for."""
+        assert request.transport is not None
+        return self._asked[request.transport.get_extra_info("ssl_object").context]
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
+        if name is None or not (self._folder / name).is_dir():  # the client tries again
+            return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
+        if name not in self._known:
+            context = Identity(self._folder / name).newest().server
+            assert context is not None
+            self._known[name], self._asked[context] = context, name
+        connection.context = self._known[name]
+        return None
+
+
 @asynccontextmanager
-async def coordinators(names: dict[str, str]) -> AsyncIterator[None]:
-    """One server for all coordinators; ``names``: jobs by their tokens."""
+async def coordinators(identities: Identities) -> AsyncIterator[None]:
+    """One server for all coordinators."""
+    doors = Doors(identities.folder)
 
     async def watch(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        token = request.headers["Authorization"].removeprefix("Bearer ")
-        await socket.send_bytes(m.encode(training(names[token])))
+        await socket.send_bytes(m.encode(training(identities.names[doors.asked(request)])))
         async for message in socket:
             if message.type is WSMsgType.ERROR:
                 break
@@ -110,7 +165,7 @@ async def coordinators(names: dict[str, str]) -> AsyncIterator[None]:
     app.router.add_post("/v1/{call}", call)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    await web.TCPSite(runner, ADDRESS, COORDINATOR_PORT).start()
+    await web.TCPSite(runner, ADDRESS, COORDINATOR_PORT, ssl_context=doors.context).start()
     try:
         yield
     finally:
@@ -239,8 +294,8 @@ def leads(port: int) -> bool:
 @asynccontextmanager
 async def operated(
     folder: Path, kubeconfig: Path, nodes: int, through: Path | None = None
-) -> AsyncIterator[tuple[KubeApi, bytes, psutil.Process, int]]:
-    """A cluster of so many nodes and an operator that leads: its API, the operator's key, its process, its metrics.
+) -> AsyncIterator[tuple[KubeApi, Identities, psutil.Process, int]]:
+    """A cluster of so many nodes and an operator that leads: its API, identities, the operator's process, its metrics.
 
     ``through``: another kubeconfig, by which the operator reaches it.
     """
@@ -254,30 +309,29 @@ async def operated(
         arguments = [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
             *(sys.executable, "-m", "virtualflow_operator", "--image=operator:test"),
-            *("--allow-plaintext", f"--key-file={key}", f"--lease-namespace={NAMESPACE}"),
+            *(f"--key-file={key}", f"--lease-namespace={NAMESPACE}"),
             *(f"--health-port={health}", f"--metrics-port={port}"),
         ]
         with kube_apiserver.running(arguments, folder / "operator.log") as process:
             async with asyncio.timeout(120):
                 while not await asyncio.to_thread(leads, port):  # noqa: ASYNC110 - another process begins to answer
                     await asyncio.sleep(0.2)
-            yield api, key.read_bytes(), psutil.Process(process.pid), port
+            yield api, Identities(folder / "identities", key.read_bytes()), psutil.Process(process.pid), port
 
 
 async def measure(folder: Path, kubeconfig: Path, jobs: int) -> dict[str, Any]:
     """All of it; the figures."""
     nodes = -(-jobs * WORKERS // (len(KINDS) * A_NODE)) * 2  # twice the room that is needed: kinds need not be even
-    async with operated(folder, kubeconfig, nodes) as (api, key, process, port):
-        return await _burst(api, key, process, port, jobs)
+    async with operated(folder, kubeconfig, nodes) as (api, identities, process, port):
+        return await _burst(api, identities, process, port, jobs)
 
 
-async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, jobs: int) -> dict[str, Any]:
-    kubelets, names = Kubelets(api), {}
+async def _burst(api: KubeApi, identities: Identities, process: psutil.Process, port: int, jobs: int) -> dict[str, Any]:
+    kubelets = Kubelets(api)
     numbers = iter(range(jobs))
 
     async def make(name: str) -> None:
-        body = await insisting(lambda: api.create(JOBS, NAMESPACE, job(name)))
-        names[derive_token(key, body["metadata"]["uid"])] = name
+        identities.make(await insisting(lambda: api.create(JOBS, NAMESPACE, job(name))))
 
     async def some() -> None:
         for number in numbers:
@@ -287,7 +341,7 @@ async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, j
         times = process.cpu_times()
         return times.user + times.system
 
-    async with coordinators(names), asyncio.timeout(PATIENCE), asyncio.TaskGroup() as cluster:
+    async with coordinators(identities), asyncio.timeout(PATIENCE), asyncio.TaskGroup() as cluster:
         running = cluster.create_task(kubelets.run())
         before, began = spent(), time.monotonic()
         async with asyncio.TaskGroup() as group:
