@@ -131,12 +131,21 @@ def test_one_dominant_parameter_is_shared_out_within_five_percent(members: int) 
     assert max(kept) <= 1.05 * sum(numels) * min(2, members) / members
 
 
+@pytest.mark.parametrize("members", [3, 24, 100])
+def test_roundings_of_many_runs_do_not_add_up(members: int) -> None:
+    numels, run = (1 << 24,) * 16, 8 << 20
+    costs = loads(share_row(Row(numels, (4,) * len(numels), (4_096,) * len(numels)), members, 1, run))
+    assert max(abs(cost - sum(costs) / members) for cost in costs) <= 4 * 4_096
+
+
 # --- moves ------------------------------------------------------------------------------------------------------------
 
 
-@given(rows(), MEMBERS, MEMBERS, st.data())
-def test_after_the_moves_everybody_has_what_it_wants(row: Row, before: int, after: int, data: Any) -> None:
-    old, new = share_row(row, before), share_row(row, after)
+@given(rows(), MEMBERS, MEMBERS, RUNS, st.data())
+def test_after_the_moves_everybody_has_what_it_wants(
+    row: Row, before: int, after: int, run: int | None, data: Any
+) -> None:
+    old, new = share_row(row, before, run=run), share_row(row, after, run=run)
     # Of the old members one may be lost; the others are in the new generation, at any rank that there is room for.
     survivors = data.draw(st.permutations(range(before)).map(lambda ranks: ranks[: max(1, before - 1)]))[:after]
     have = [old.kept(survivors[rank]) if rank < len(survivors) else () for rank in range(after)]
@@ -158,14 +167,17 @@ def test_donors_send_about_as_much_as_one_another() -> None:
     assert plan_moves(have, want) == [Move(0, 2, (0, 4)), Move(1, 2, (4, 8))]
 
 
-@given(rows(), MEMBERS, COPIES, st.data())
-def test_those_who_stay_have_everything_before_the_others_leave(row: Row, members: int, copies: int, data: Any) -> None:
-    running = share_row(row, members, copies)
+@given(rows(), MEMBERS, COPIES, RUNS, st.data())
+def test_those_who_stay_have_everything_before_the_others_leave(
+    row: Row, members: int, copies: int, run: int | None, data: Any
+) -> None:
+    running = share_row(row, members, copies, run)
     stay = data.draw(st.sets(st.integers(0, members - 1), min_size=1).map(sorted))
     joiners = data.draw(st.integers(0, 3))
     old_ranks = data.draw(st.permutations([*stay, *[None] * joiners]))
     have = [running.kept(rank) for rank in range(members)]
-    for rank, wanted in enumerate(plan_hand_over(running, share_row(row, len(old_ranks), copies), old_ranks, stay)):
+    coming = share_row(row, len(old_ranks), copies, run)
+    for rank, wanted in enumerate(plan_hand_over(running, coming, old_ranks, stay)):
         assert rank in stay or not wanted
         assert not intersection(have[rank], wanted), "nobody gets what it has"
         have[rank] = union(have[rank], wanted)

@@ -78,7 +78,7 @@ def test_an_identity_that_a_checkpoint_and_all_members_share(tmp_path: Path) -> 
         train(4, checkpoint=tmp_path, backward=vf.PartialBackward((1, 0.25)))
     resumed = train(4, checkpoint=tmp_path, backward=PARTIAL)
     assert resumed == train(4, backward=PARTIAL)
-    workers = [Worker("AdamW", None, sharded=False, signature=each) for each in ({"backward": "half"}, {})]
+    workers = [Worker("AdamW", None, copies=0, signature=each) for each in ({"backward": "half"}, {})]
     workers[0].state.has_state = True
     with pytest.raises(ConfigurationError, match="backward passes are half here and whole there"):
         enter(workers)

@@ -31,6 +31,7 @@ from virtualflow.step import OptimizerOptions
 from virtualflow.step.optimizer_step import OptimizerStep
 from virtualflow.step.partial_step import HARMLESS
 from virtualflow.step.placement import HostPlacement
+from virtualflow.step.sharded_optimizer import Shards
 from virtualflow.worker import setup
 
 ON_HOST = vf.Memory(optimizer="host")
@@ -49,7 +50,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> CountedMemory:
 
 def hosted(made: list[CountedMemory], sharded: bool, make: str, clip: float | None) -> Worker:
     made.append(CountedMemory())
-    return Worker(make, clip, sharded=sharded, host=made[-1], bucket=64)
+    return Worker(make, clip, copies=2 * sharded, host=made[-1])
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -74,6 +75,28 @@ def test_the_bits_of_the_device_through_joins_and_kills(make: str, clip: float |
     assert taken[1] >= step.number
     assert len(made) == 4
     assert all(memory.brought for memory in made[:1]), "the one that lives from the beginning has stepped there"
+
+
+def test_of_a_sharded_parameter_only_the_slices_that_are_kept_here_are_moved() -> None:
+    parameter, memory = nn.Parameter(torch.randn(1_024)), CountedMemory()
+    optimizer = torch.optim.AdamW([parameter], 0.01)
+    shards = Shards(
+        [parameter],
+        optimizer,
+        clip_norm=None,
+        clip_value=None,
+        reduction=ReductionSettings(norm_block=16, bucket=512),
+        placement=HostPlacement(optimizer, memory, portion=64, norm_block=16),
+        copies=1,
+    )
+    shards.enter(1, 4)
+    assert len(shards.mine) == 6, "slices of eight runs"
+    before = parameter.detach().clone()
+    memory.moved = memory.brought = 0
+    shards.prepare([torch.ones(256)], [True])
+    shards.step()
+    assert memory.moved == memory.brought == 4 * 256
+    assert (parameter != before).nonzero().flatten().tolist() == [at for span in shards.mine for at in range(*span)]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +290,7 @@ def test_the_place_that_the_job_names_goes_before_the_scripts(
 
 def test_members_with_different_places_end_with_a_sentence() -> None:
     signatures: list[dict[str, Any]] = [{"placement": "host"}, {}]
-    workers = [Worker("AdamW", None, sharded=False, signature=signature) for signature in signatures]
+    workers = [Worker("AdamW", None, copies=0, signature=signature) for signature in signatures]
     workers[0].state.has_state = True
     with pytest.raises(ConfigurationError, match="the optimizer is on the host here and on the device there"):
         enter(workers)

@@ -297,7 +297,7 @@ def count_memory(redundancy: Redundancy = "peer") -> list[int]:
     def count() -> None:
         states = [*optimizer.state.values()]
         for kept in (each for each in gc.get_objects() if type(each) is ShareStates):
-            states += kept._slices.values()
+            states += [state for slices in kept._slices.values() for state in slices.values()]
         counted.append(sum(each.numel() * each.itemsize for state in states for each in state.values()))
 
     with dominated(4, shard_optimizer=True, redundancy=redundancy) as (run, model, optimizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -57,12 +58,13 @@ class Worker:
         """Step what stands there, as one of several workers."""
         self.kept.keep(spans)
         given = self.gradients(number)
-        pieces: dict[Stretch, Tensor] = {}
+        pieces: dict[nn.Parameter, tuple[Stretch, Tensor]] = {}
         for piece in self.row.pieces(spans):
             gradient = given[piece.place]
             if gradient is not None:
                 whole = self.row.is_whole(piece)
-                pieces[piece] = gradient if whole else gradient.view(-1)[piece.begin : piece.end]
+                mine = gradient if whole else gradient.view(-1)[piece.begin : piece.end]
+                pieces[self.kept.open(piece)] = piece, mine
         self.kept.step(pieces)
 
     def digest(self) -> tuple[str, str]:
@@ -96,13 +98,20 @@ def spread(workers: list[Worker], shares: Shares) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), checkpoints=st.lists(st.booleans(), min_size=5))
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    checkpoints=st.lists(st.booleans(), min_size=5),
+    run=st.sampled_from((None, 256, 64)),
+)
 def test_shares_that_are_cut_anew_make_the_bits_of_a_whole(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], sizes: list[int], checkpoints: list[bool]
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    sizes: list[int],
+    checkpoints: list[bool],
+    run: int | None,
 ) -> None:
     workers = [Worker(make)]
     for number, size in enumerate(sizes):
-        shares = share_row(workers[0].row, size)
+        shares = share_row(workers[0].row, size, run=run)
         old, workers = workers, [*workers, *(Worker(make) for _ in range(size))][:size]
         for joiner in workers[len(old) :]:
             joiner.kept.claim(())
@@ -139,7 +148,7 @@ def test_a_worker_keeps_no_more_than_its_share() -> None:
     worker.step(1, share)
     kept = sum(
         tensor.numel()
-        for state in [*worker.optimizer.state.values(), *worker.kept._slices.values()]
+        for state in chain(worker.optimizer.state.values(), *map(dict.values, worker.kept._slices.values()))
         for name, tensor in state.items()
         if name == "exp_avg"
     )

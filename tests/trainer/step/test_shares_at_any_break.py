@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -68,16 +69,21 @@ class Place(Seat):
 
 
 class Worker:
-    """One member; at first it has no state."""
+    """One member; at first it has no state.
+
+    Args:
+        copies: how many workers keep each share; 0: the optimizer is not sharded.
+        bucket: bytes; so few that each worker has several slices of the largest parameter.
+    """
 
     def __init__(
         self,
         make: str,
         clip: float | None,
         *,
-        sharded: bool = True,
+        copies: int = 2,
         host: HostMemory | None = None,
-        bucket: int = ReductionSettings.bucket,
+        bucket: int = 512,
         signature: dict[str, Any] | None = None,
     ) -> None:
         torch.manual_seed(1)
@@ -85,7 +91,7 @@ class Worker:
         optimizer = MAKERS[make](self.model)
         update = self.update = Update(
             self.model,
-            OptimizerOptions(optimizer, clip_norm=clip, shard_copies=2 * sharded, host=host),
+            OptimizerOptions(optimizer, clip_norm=clip, shard_copies=copies, host=host),
             choose_summation(NODES, "bitwise"),
             micro_batch=SAMPLES,
             reduction=ReductionSettings(norm_block=16, bucket=bucket),
@@ -270,7 +276,9 @@ KINDS = pytest.mark.parametrize(
     ],
 )
 """``victims``: how many of the workers fail at each operation, one after the other."""
-LOST = pytest.mark.parametrize("lost", [pytest.param(True, id="lost"), nightly(False, id="told that it broke")])
+LOST, TOLD = pytest.param(True, 2, id="lost"), nightly(False, 2, id="told that it broke")
+ONCE = pytest.param(False, 1, id="told that it broke, kept once")
+"""What becomes of who fails, and how many keep each share: of one alone nothing is left when it is lost."""
 
 
 def faults(operations: int, victims: int, lost: bool) -> Iterator[Fault]:
@@ -281,22 +289,26 @@ def faults(operations: int, victims: int, lost: bool) -> Iterator[Fault]:
 
 @pytest.mark.slow
 @KINDS
-@LOST
+@pytest.mark.parametrize(("lost", "copies"), [LOST, TOLD, nightly(False, 1, id="told that it broke, kept once")])
 def test_any_operation_of_the_entry_of_joiners_may_break(
-    make: str, clip: float | None, victims: int, lost: bool
+    make: str, clip: float | None, victims: int, lost: bool, copies: int
 ) -> None:
-    most, _ = run(make, clip, None, None, None)
+    build = partial(Worker, copies=copies)
+    most, _ = run(make, clip, None, None, None, build)
     for fault in faults(most, victims, lost):
-        run(make, clip, fault, None, None)
+        run(make, clip, fault, None, None, build)
 
 
 @pytest.mark.slow
 @KINDS
-@LOST
-def test_any_operation_of_the_step_behind_it_may_break(make: str, clip: float | None, victims: int, lost: bool) -> None:
-    _, most = run(make, clip, None, None, None)
+@pytest.mark.parametrize(("lost", "copies"), [LOST, TOLD, ONCE])
+def test_any_operation_of_the_step_behind_it_may_break(
+    make: str, clip: float | None, victims: int, lost: bool, copies: int
+) -> None:
+    build = partial(Worker, copies=copies)
+    _, most = run(make, clip, None, None, None, build)
     for fault in faults(most, victims, lost):
-        run(make, clip, None, fault, None)
+        run(make, clip, None, fault, None, build)
 
 
 @pytest.mark.slow

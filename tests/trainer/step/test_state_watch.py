@@ -256,7 +256,8 @@ def test_a_fault_in_a_slice_is_found_with_both_keepers(size: int) -> None:
     workers = sharing("adamw", size, 256, large, block=16)
     assert sweep_shares([watching for _, watching in workers], 0) is None
     shards: Any = workers[0][1]._shares
-    states = [*shards._kept._slices.values()] or [*workers[0][0][1].state.values()]
+    slices = [state for of in shards._kept._slices.values() for state in of.values()]
+    states = slices or [*workers[0][0][1].state.values()]
     states[0]["exp_avg"].view(-1)[-1] += 1
     found = sweep_shares([watching for _, watching in workers], 0)
     assert found is not None

@@ -43,7 +43,8 @@ def intersection(left: Spans, right: Spans) -> Spans:
     for begin, end in left:
         while at < len(right) and right[at][1] <= begin:
             at += 1
-        for other_begin, other_end in right[at:]:
+        for number in range(at, len(right)):
+            other_begin, other_end = right[number]
             if other_begin >= end:
                 break
             found.append((max(begin, other_begin), min(end, other_end)))
@@ -135,7 +136,11 @@ class Shares:
 
     row: Row
     cuts: tuple[tuple[int, ...], ...]
-    """For each run of the row, where each member's part of it begins, and where the last one ends."""
+    """For each run of the row, where its parts begin, and where the last one ends.
+
+    From run to run each member's part is the one before: roundings do not add up, and the last part of a run and the
+    first of the next are one stretch of one member.
+    """
     copies: int = 2
     """How many members keep each share, where there are as many."""
 
@@ -145,7 +150,8 @@ class Shares:
 
     def first(self, rank: int) -> Spans:
         """The share of which that member adds up the gradient, and sends the new values to all."""
-        return union((run[rank], run[rank + 1]) for run in self.cuts)
+        parts = ((run, (rank + number) % self.members) for number, run in enumerate(self.cuts))
+        return union((run[part], run[part + 1]) for run, part in parts)
 
     def kept(self, rank: int) -> Spans:
         """All whose states that member keeps: its share, and with two copies that of the one before it."""
@@ -153,20 +159,21 @@ class Shares:
 
     def keepers(self, at: int) -> tuple[int, ...]:
         """Who keeps what stands at that place of the row, the first keeper first."""
-        run = self.cuts[bisect_right(self.cuts, at, key=lambda run: run[0]) - 1]
-        return self._keepers(bisect_right(run, at) - 1)
+        number = bisect_right(self.cuts, at, key=lambda run: run[0]) - 1
+        return self._keepers(number, bisect_right(self.cuts[number], at) - 1)
 
-    def _keepers(self, rank: int) -> tuple[int, ...]:
-        return tuple((rank + turn) % self.members for turn in range(min(self.copies, self.members)))
+    def _keepers(self, run: int, part: int) -> tuple[int, ...]:
+        first = part - run
+        return tuple((first + turn) % self.members for turn in range(min(self.copies, self.members)))
 
     @property
     def portions(self) -> Portions:
         """For each parameter who keeps what of it."""
         found: list[list[Portion]] = [[] for _ in self.row.numels]
-        for run in self.cuts:
-            for rank in range(self.members):
-                for place, begin, end in self.row.pieces(union([(run[rank], run[rank + 1])])):
-                    found[place].append(Portion(begin, end, self._keepers(rank)))
+        for number, run in enumerate(self.cuts):
+            for part, span in enumerate(pairwise(run)):
+                for place, begin, end in self.row.pieces(union([span])):
+                    found[place].append(Portion(begin, end, self._keepers(number, part)))
         return tuple(map(tuple, found))
 
 
@@ -219,18 +226,24 @@ def plan_moves(have: Sequence[Spans], want: Sequence[Spans]) -> list[Move]:
     Args:
         have: what each member has; what nobody has is not moved.
     """
-    stretches = list(refine(*have, *want))
-    owners = [{number for number, span in enumerate(stretches) if covers(spans, span)} for spans in have]
+    edges = sorted({edge for spans in (*have, *want) for span in spans for edge in span})
+    numbers = {edge: number for number, edge in enumerate(edges)}
+    donors: list[list[int]] = [[] for _ in edges]
+    """Who has the stretch that begins at an edge."""
+    for rank, spans in enumerate(have):
+        for begin, end in spans:
+            for number in range(numbers[begin], numbers[end]):
+                donors[number].append(rank)
     sent = [0] * len(have)
     moves = []
     for receiver, wanted in enumerate(want):
-        missing = difference(wanted, have[receiver])
-        for number, span in enumerate(stretches):
-            donors = [rank for rank, there in enumerate(owners) if number in there] if covers(missing, span) else []
-            if donors:
-                donor = min(donors, key=lambda rank: (sent[rank], rank))
-                sent[donor] += span[1] - span[0]
-                moves.append(Move(donor, receiver, span))
+        for begin, end in difference(wanted, have[receiver]):
+            for number in range(numbers[begin], numbers[end]):
+                if donors[number]:
+                    span = edges[number], edges[number + 1]
+                    donor = min(donors[number], key=lambda rank: (sent[rank], rank))
+                    sent[donor] += span[1] - span[0]
+                    moves.append(Move(donor, receiver, span))
     return moves
 
 

@@ -11,6 +11,7 @@ for its share, so whoever is left can step it, too: the step counts if only one 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -117,11 +118,13 @@ class Shards:
         self.shares, self._rank = self.cut_for(size), rank
         self.mine = self.shares.kept(rank)
         self._my_pieces = self.row.pieces(self.mine)
-        self._places: dict[int, list[tuple[Stretch, int]]] = {}
-        """Of each parameter the pieces kept here, and where in its gradient they begin."""
-        for piece in self._my_pieces:
-            before = self._places.setdefault(piece.place, [])
-            before.append((piece, sum(known.end - known.begin for known, _ in before)))
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        """Of each parameter where the pieces begin that are kept here, and by how much earlier in its gradient."""
+        ends: dict[int, int] = {}
+        for place, begin, end in self._my_pieces:
+            at = ends.get(place, 0)
+            self._places.setdefault(place, []).append((begin, begin - at))
+            ends[place] = at + end - begin
         self._first_pieces = [self.row.pieces(self.shares.first(member)) for member in range(size)]
 
     def cut_for(self, members: int) -> Shares:
@@ -199,9 +202,9 @@ class Shards:
             if self.row.is_whole(piece):
                 found[piece] = gradient
                 continue
-            of, offset = next(one for one in reversed(self._places[piece.place]) if one[0].begin <= piece.begin)
-            begin = offset + piece.begin - of.begin
-            found[piece] = gradient.view(-1)[begin : begin + piece.end - piece.begin]
+            places = self._places[piece.place]
+            _, earlier = places[bisect_right(places, piece.begin, key=lambda place: place[0]) - 1]
+            found[piece] = gradient.view(-1)[piece.begin - earlier : piece.end - earlier]
         return found
 
     def step(self, norm: float | None = None) -> None:
@@ -215,14 +218,13 @@ class Shards:
             given = [gradient for gradient in self._gradients if gradient is not None]
             clip_by_norm(given, self._clip_norm, torch.tensor(known, dtype=torch.float64))
         self._kept.keep(self.mine)
-        pieces: dict[nn.Parameter, dict[Stretch, Tensor]] = {}
-        for piece, gradient in self._gradients_of([p for p in self._my_pieces if self._present[p.place]]).items():
-            pieces.setdefault(self._parameters[piece.place], {})[piece] = gradient
+        gradients = self._gradients_of([piece for piece in self._my_pieces if self._present[piece.place]])
+        opened = {self._kept.open(piece): (piece, gradient) for piece, gradient in gradients.items()}
 
         def work(parameters: Sequence[nn.Parameter]) -> None:
-            self._kept.step({piece: of for parameter in parameters for piece, of in pieces[parameter].items()})
+            self._kept.step({parameter: opened[parameter] for parameter in parameters})
 
-        self._placement.visit(list(pieces), work, at_once=False)
+        self._placement.visit(list(opened), work, at_once=False)
         unchanged = union([self.row.span(place) for place, there in enumerate(self._present) if not there])
         self.values = union(self.mine, intersection(self.values, unchanged))
         self._stepped = True

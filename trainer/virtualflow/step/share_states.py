@@ -42,8 +42,8 @@ class ShareStates:
         """Of what the states are here."""
         self._borrowed: Spans = ()
         """What of it is here, in host memory, only to be written down."""
-        self._slices: dict[Stretch, State] = {}
-        """Those of slices; a parameter that was never stepped has none."""
+        self._slices: dict[int, dict[Stretch, State]] = {}
+        """Those of slices, by the parameter's place; a parameter that was never stepped has none."""
         self._tidy = True
         """Whether slices that meet are one."""
 
@@ -62,9 +62,10 @@ class ShareStates:
             return
         states = {piece: self.read(piece) for piece in self._row.pieces(spans)}
         whole = {piece.place: state for piece, state in states.items() if self._row.is_whole(piece)}
-        self._slices = {
-            piece: state for piece, state in states.items() if state is not None and not self._row.is_whole(piece)
-        }
+        self._slices = {}
+        for piece, state in states.items():
+            if state is not None and not self._row.is_whole(piece):
+                self._put_slice(piece, state)
         for place, parameter in enumerate(self._parameters):
             state = whole.get(place)
             if state is None:
@@ -79,13 +80,13 @@ class ShareStates:
             if state is not None and self._row.is_whole(piece):
                 self._optimizer.state[self._parameters[piece.place]] = state
             elif state is not None:
-                self._slices[piece] = state
+                self._put_slice(piece, state)
         self.spans, self._tidy = union(self.spans, spans), False
         if not borrowed:
             self.keep(self.spans)
             return
         self._borrowed = union(self._borrowed, spans)
-        for place in {piece.place for piece in self._slices}:
+        for place in self._slices:
             whole = Stretch(place, 0, self._row.numels[place])
             if covers(self.spans, self._row.span(place)) and (state := self.read(whole)) is not None:
                 self._optimizer.state[self._parameters[place]] = state  # beside those of its slices
@@ -96,10 +97,10 @@ class ShareStates:
 
     def read(self, piece: Stretch) -> State | None:
         """The state of a slice, or of a whole parameter; it may be shared with what is kept."""
-        known = self._slices.get(piece)
-        if known is not None:
-            return known
-        parts = [(slice_, state) for slice_, state in sorted(self._slices.items()) if _overlap(slice_, piece)]
+        slices = self._slices.get(piece.place, {})
+        if piece in slices:
+            return slices[piece]
+        parts = [(slice_, slices[slice_]) for slice_ in sorted(slices) if _overlap(slice_, piece)]
         if not parts:
             parameter = self._parameters[piece.place]
             state = self._optimizer.state.get(parameter)
@@ -108,6 +109,9 @@ class ShareStates:
             return self._cut(Stretch(piece.place, 0, parameter.numel()), state, piece)
         cut = [self._cut(slice_, state, piece) for slice_, state in parts]
         return cut[0] if len(cut) == 1 else self._join(cut, piece)
+
+    def _put_slice(self, piece: Stretch, state: State) -> None:
+        self._slices.setdefault(piece.place, {})[piece] = state
 
     def _cut(self, known: Stretch, state: State, piece: Stretch) -> State:
         """The state of what ``piece`` has of a stretch that has this state."""
@@ -152,19 +156,20 @@ class ShareStates:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: Mapping[Stretch, Tensor]) -> None:
-        """Let the optimizer step what has a gradient; the states of all of it are here, of these very pieces."""
+    def open(self, piece: Stretch) -> nn.Parameter:
+        """What the optimizer is to step for a piece: the parameter, or one that is a slice of it, in its memory."""
+        parameter = self._parameters[piece.place]
+        return parameter if self._row.is_whole(piece) else nn.Parameter(flat(parameter)[piece.begin : piece.end])
+
+    def step(self, gradients: Mapping[nn.Parameter, tuple[Stretch, Tensor]]) -> None:
+        """Let the optimizer step what was opened; the states of all of it are here, of these very pieces."""
         slices: dict[int, list[tuple[Stretch, nn.Parameter]]] = {}
         for parameter in self._parameters:
             parameter.grad = None
-        for piece, gradient in gradients.items():
-            parameter = self._parameters[piece.place]
-            if self._row.is_whole(piece):
-                parameter.grad = gradient
-                continue
-            view = nn.Parameter(flat(parameter)[piece.begin : piece.end])
-            view.grad = gradient
-            slices.setdefault(id(parameter), []).append((piece, view))
+        for parameter, (piece, gradient) in gradients.items():
+            parameter.grad = gradient
+            if not self._row.is_whole(piece):
+                slices.setdefault(id(self._parameters[piece.place]), []).append((piece, parameter))
         for part in optimizers_of(self._optimizer):
             self._step_part(part, slices)
 
@@ -174,7 +179,10 @@ class ShareStates:
         groups = optimizer.param_groups
         before = [group["params"] for group in groups]
         mine = [each for parameters in before for parameter in parameters for each in slices.get(id(parameter), ())]
-        optimizer.state.update({view: self._slices[piece] for piece, view in mine if piece in self._slices})
+        for piece, view in mine:
+            state = self._slices.get(piece.place, {}).get(piece)
+            if state is not None:
+                optimizer.state[view] = state
         try:
             for group, parameters in zip(groups, before, strict=True):
                 group["params"] = [
@@ -189,7 +197,7 @@ class ShareStates:
             for piece, view in mine:
                 state = optimizer.state.pop(view, None)
                 if state is not None:
-                    self._slices[piece] = state
+                    self._put_slice(piece, state)
 
 
 def flat(parameter: nn.Parameter) -> Tensor:
@@ -198,4 +206,5 @@ def flat(parameter: nn.Parameter) -> Tensor:
 
 
 def _overlap(left: Stretch, right: Stretch) -> bool:
-    return left.place == right.place and left.begin < right.end and right.begin < left.end
+    """Of one parameter."""
+    return left.begin < right.end and right.begin < left.end

@@ -93,7 +93,8 @@ def elastic(
             a worker has the gradients of those parameters only that it keeps whole.
         redundancy: who else keeps a worker's share, which decides what a loss costs that nobody has announced: another
             worker (``"peer"``; at most a step), or nobody, for half of the memory and fewer messages: then all workers
-            start again from the newest ``"checkpoint"``, or with ``"none"`` perhaps from the beginning.
+            start again from the newest ``"checkpoint"``, or with ``"none"`` perhaps from the beginning, and no other
+            copy shows a bit of it that flips.
         exchange: how gradients travel between workers, which changes no bit: ``"auto"`` chooses by what messages take
             between them, measured on the running job; a ``vf.Exchange`` says otherwise.
         state: what else is to travel to joiners and into checkpoints, by name: whatever has ``state_dict`` and
