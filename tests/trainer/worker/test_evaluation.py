@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -129,6 +129,24 @@ def test_without_a_run_one_process_does_everything() -> None:
     with torch.no_grad():
         wanted = torch.cat([model(part) for part in x.split(7)])
     assert alone(without_a_run, "a tuple") == [["torch.float32", wanted.tolist()], ["torch.int64", y.tolist()]]
+
+
+class Striped:
+    """Rows of an iterable dataset, in shards of 9, 8, 8 and 8, or in one."""
+
+    def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[int]:
+        return iter(range(index + start * count, SIZE, count))
+
+
+def test_rows_of_a_stream_come_in_the_order_of_its_stripes() -> None:
+    model, optimizer, dataset = built()
+    found = [vf.evaluate(model, Striped(), lambda batch: batch, batch_size=8)]
+    with vf.elastic(model, optimizer, dataset, batch_size=12, steps=1, virtual_nodes=4) as run:
+        for step in run:
+            for x, y in step:
+                step_loss(model, x, y).backward()
+        found.append(vf.evaluate(model, Striped(), lambda batch: batch, batch_size=8))
+    assert [rows.tolist() for rows in found] == [list(range(SIZE))] * 2
 
 
 @pytest.mark.parametrize(
