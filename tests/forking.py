@@ -19,7 +19,7 @@ FORKING.set_forkserver_preload(
         "torch._dynamo",  # what the first optimizer of a process imports, for two seconds
         "numpy",
         "sklearn.datasets",  # of the examples
-        "virtualflow.worker.evaluation",
+        "virtualflow.worker.prediction",
         "safetensors.torch",
         "pytest",
         "hypothesis.stateful",

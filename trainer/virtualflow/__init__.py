@@ -17,13 +17,14 @@ from virtualflow._version import __version__ as __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError, show_errors_plainly
 
 if TYPE_CHECKING:
-    from virtualflow.launcher.registry import live_page
+    from virtualflow.launcher.registry import live_page as live_page
     from virtualflow.memory.activations import Memory
     from virtualflow.reduction.settings import Exchange
     from virtualflow.state import CheckpointPolicy
     from virtualflow.step import PartialBackward
     from virtualflow.worker.entry import elastic
     from virtualflow.worker.evaluation import evaluate
+    from virtualflow.worker.prediction import predict
     from virtualflow.worker.run import Run
     from virtualflow.worker.step import Step
 
@@ -39,7 +40,7 @@ __all__ = [
     "VirtualFlowError",
     "elastic",
     "evaluate",
-    "live_page",
+    "predict",
 ]
 
 _LAZY = {
@@ -52,6 +53,7 @@ _LAZY = {
     "elastic": "virtualflow.worker.entry",
     "evaluate": "virtualflow.worker.evaluation",
     "live_page": "virtualflow.launcher.registry",
+    "predict": "virtualflow.worker.prediction",
 }
 
 

@@ -51,6 +51,11 @@ def training() -> tuple[Any, Any, Any]:
             id="evaluate",
         ),
         pytest.param(
+            lambda: vf.predict(training()[0], training()[2], batch_size=8, folder="f"),  # type: ignore[call-arg]
+            r"vf\.predict has no argument folder; what it passes on to the data loader is num_workers, ",
+            id="predict",
+        ),
+        pytest.param(
             lambda: vf.CheckpointPolicy("d", every_step=2),  # type: ignore[call-arg]
             r"vf\.CheckpointPolicy has no argument every_step \(did you mean every_steps\?\)",
             id="CheckpointPolicy",

@@ -3,7 +3,7 @@ checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
 from virtualflow.state.capture import Companions, StayingHook, copy_optimizer_state, placed
-from virtualflow.state.checkpoint_format import FoundCheckpoint, JobIdentity, find_by_path, load, skipped
+from virtualflow.state.checkpoint_format import NATIVE, FoundCheckpoint, JobIdentity, find_by_path, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy, policy_of_run
 from virtualflow.state.codec import snapshot

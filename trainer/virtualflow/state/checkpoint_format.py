@@ -47,7 +47,7 @@ UNSIGNED = SigningKeys()
 """Neither signs nor asks for a signature."""
 _OTHER_CONTENT = f"the content of {STATE} is not what was written (its SHA-256 differs)"
 
-_NATIVE = {
+NATIVE = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
@@ -234,7 +234,7 @@ def load(found: FoundCheckpoint) -> dict[str, Any]:
 
     def take(n: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         tensor = tensors[f"t{n}"]
-        if dtype not in _NATIVE:
+        if dtype not in NATIVE:
             tensor = tensor.view(dtype).view(shape)
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(f"tensor {n} is not what the skeleton says")
@@ -382,7 +382,7 @@ def write(
 def _write_state(path: Path, tree: dict[str, Any]) -> tuple[int, str]:
     """Write the state and make sure that the disk has it; its size in bytes and its SHA-256 (hex)."""
     skeleton, tensors = codec.encode(tree)
-    rows = [t if t.dtype in _NATIVE else t.reshape(-1).view(torch.uint8) for t in tensors]
+    rows = [t if t.dtype in NATIVE else t.reshape(-1).view(torch.uint8) for t in tensors]
     save_file({f"t{n}": row for n, row in enumerate(rows)}, path, metadata={"skeleton": skeleton.decode()})
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -285,7 +285,7 @@ def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) 
         if header.kind != kind or header.exchange != number:
             raise VirtualFlowError(
                 "workers are at different places of the script: some train, evaluate or are through while others are "
-                "not; every worker must call vf.evaluate at the same step (not only the leader)"
+                "not; every worker must call vf.evaluate at the same step (not only the leader), and vf.predict alike"
             )
     return headers
 

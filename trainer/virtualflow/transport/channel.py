@@ -221,7 +221,7 @@ class Channel:
             raise VirtualFlowError(
                 f"{self.peer} has sent {length} bytes where {len(arrival.content)} were expected, so workers are at "
                 "different places of the script: end the training by steps= or step.number (a counter of the script's "
-                "own begins anew in a joiner), and call vf.evaluate at the same step on every worker"
+                "own begins anew in a joiner), and call vf.evaluate and vf.predict at the same step on every worker"
             )
 
     def _damaged(self, size: int, how: str = "their checksum differs") -> Damaged:

@@ -40,6 +40,16 @@ class TrackingSettings:
 
 
 @dataclass(frozen=True)
+class PredictionSettings:
+    """How much of a prediction becomes one file of each virtual node."""
+
+    steps: int = 16
+    """Global batches in it, at most; so many are computed again for a worker that is lost."""
+    bytes: int = 64 << 20
+    """In the files of all virtual nodes, at most; until they are written, workers hold them in memory."""
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """All that a worker is set to."""
 
@@ -56,6 +66,7 @@ class WorkerSettings:
     activations: ActivationSettings | None = None
     """``None``: those of the package, which is imported where memory is planned."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    prediction: PredictionSettings = field(default_factory=PredictionSettings)
     report_limit: float = 10.0
     """How long a worker that cannot begin tries to reach the coordinator to tell it why; the user has read it by
     then."""
