@@ -307,9 +307,12 @@ def no_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "sentence"),
     [
-        (a_prediction, "holds the files of another prediction; give vf.predict an empty or new folder"),
-        (part_of_a_prediction, "holds the files of another prediction; give vf.predict an empty or new folder"),
-        (weights, "holds model.safetensors; give vf.predict an empty or new folder"),
+        (a_prediction, "holds other files of safetensors, .* another prediction; give vf.predict an empty or new"),
+        (
+            part_of_a_prediction,
+            "holds other files of safetensors, .* another prediction; give vf.predict an empty or new",
+        ),
+        (weights, "holds other files of safetensors, .*; give vf.predict an empty or new folder"),
         (no_manifest, r"prediction.json cannot be read \(.*\); give vf.predict another folder"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -324,6 +327,23 @@ def test_a_folder_that_holds_something_else_stays_as_it_is(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == there
 
 
+def test_a_prediction_that_has_written_no_rows_keeps_no_other_out(tmp_path: Path) -> None:
+    with pytest.raises(vf.ConfigurationError, match="returned a str"):
+        vf.predict(built()[0], list(X), lambda batch: "cat", batch_size=11, to=tmp_path)
+    a_prediction(tmp_path)
+    assert torch.equal(read(tmp_path)["index"], torch.arange(SIZE))
+
+
+def test_images_that_are_laid_out_by_channels_are_written(tmp_path: Path) -> None:
+    images = torch.rand(9, 3, 4, 4)
+
+    def as_it_is(batch: Tensor) -> Tensor:
+        return batch.to(memory_format=torch.channels_last)
+
+    vf.predict(built()[0], list(images), as_it_is, batch_size=3, to=tmp_path)
+    assert torch.equal(read(tmp_path)["rows"], images)
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "sentence"),
     [
@@ -336,7 +356,7 @@ def test_a_folder_that_holds_something_else_stays_as_it_is(
         pytest.param(
             lambda path: (path / "prediction.json").write_text('{"prediction": "other"}'),
             vf.ConfigurationError,
-            "holds the files of another prediction",
+            "holds other files of safetensors, perhaps of another prediction",
             id="another prediction has taken it",
         ),
         pytest.param(

@@ -156,12 +156,11 @@ class _Files:
         # Looked for first: what other workers write of this prediction comes behind their manifest.
         found = next(folder.glob("*.safetensors"), None)
         there = self._read()
-        if there is None and found is not None:
-            raise ConfigurationError(f"{folder} holds {found.name}; give vf.predict an empty or new folder")
-        if there is None:
-            self._write(_MANIFEST, msgspec.json.encode(self._manifest))
-        elif there.prediction != prediction:
+        if there is not None and there.prediction == prediction:
+            return
+        if found is not None:
             raise self._taken()
+        self._write(_MANIFEST, msgspec.json.encode(self._manifest))
 
     def share(self, first: int, node: int, computed: Sequence[tuple[Tensor, Rows]]) -> Any:
         tensors = {_PLACES: torch.cat([places for places, _ in computed])}
@@ -170,7 +169,7 @@ class _Files:
                 raise ConfigurationError(f"{self._origin.giver} returned two tensors or more named {name}; rename one")
             if rows.dtype not in NATIVE:
                 raise ConfigurationError(f"{self._origin.giver} returned {rows.dtype}, which safetensors does not hold")
-            tensors[name] = rows
+            tensors[name] = rows.contiguous()  # it may be laid out as images are
         file = f"batch-{first:08d}-node-{node:04d}.safetensors"
         self._write(file, save(tensors))
         return file, len(tensors[_PLACES]), sum(tensor.nbytes for tensor in tensors.values())
@@ -216,8 +215,8 @@ class _Files:
 
     def _taken(self) -> ConfigurationError:
         return ConfigurationError(
-            f"{self._folder} holds the files of another prediction; give vf.predict an empty or new folder (workers "
-            "share one inside the with block of vf.elastic)"
+            f"{self._folder} holds other files of safetensors, perhaps of another prediction; give vf.predict an empty "
+            "or new folder (workers share one inside the with block of vf.elastic)"
         )
 
 
