@@ -78,6 +78,9 @@ def break_collective(victim: str, number: int, how: str) -> None:
     class Breaking:
         pending: Pending
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.pending, name)
+
         def wait(self) -> None:
             self.pending.wait()
             raise CommunicatorBroken("injected by the test")

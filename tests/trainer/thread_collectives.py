@@ -169,8 +169,12 @@ class Seat:
 class Letters:
     """Messages that leave as late as they may."""
 
+    ended = 0
+
     def __init__(self, seat: Seat, messages: Sequence[Message], fails: bool) -> None:
         self._seat, self._messages, self._fails = seat, messages, fails
+        self.sent = sum(message.stretch.nbytes for message in messages if not message.incoming)
+        self.received = sum(message.stretch.nbytes for message in messages if message.incoming)
         assert all(message.stretch.is_contiguous() and message.peer != seat.rank for message in messages)
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ from jobs import LIMIT, ROOT
 
 import programs
 from virtualflow.launcher.profile import describe_exchange
-from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report, write_report
+from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, Traffic, read_report, write_report
 
 SCRIPT = """
 import torch, virtualflow as vf
@@ -34,16 +34,20 @@ def explain(directory: Path, *arguments: str, width: int, options: str = "") -> 
     return programs.run(whole, cwd=directory, env=environment, timeout=LIMIT)
 
 
-def test_the_way_of_each_bucket_is_printed_with_its_reasons(tmp_path: Path) -> None:
+def test_the_way_of_each_bucket_is_printed_with_its_reasons_and_what_it_took(tmp_path: Path) -> None:
     done = explain(tmp_path, width=8)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    verdict = "288 B of gradients travel in a step, by gather, none of it beside the backward pass; predicted: "
-    assert lines[0].startswith(verdict)
-    assert lines[2] == "step 2: 2 workers that contribute 1, 1 sums, 1 bucket"
-    assert "assumed, since so little is not measured" in lines[3]
+    assert lines[0].startswith("the exchange sends 288 B a step, the schedule's bound is 288 B; it takes ")
+    assert lines[0].endswith(", none of it hidden beside the backward pass")
+    assert lines[2] == "step 5: 2 workers that contribute 1, 1 sums of 288 B, 1 bucket, by gather"
+    assert lines[3].startswith(
+        "measured by worker-0: the median of 5 steps with this schedule; beside the buckets it sends"
+    )
+    assert "assumed, since so little is not measured" in lines[4]
     assert "bucket 1: 288 B of float32 (bias, weight)" in lines
     assert any(line.startswith("  gather, behind the step headers; predicted to be the fastest") for line in lines)
+    assert "  measured: 288 B sent and 288 B received, as planned" in lines
     assert any("no further overlap: all buckets together are predicted to save" in line for line in lines)
     assert not list(tmp_path.glob("virtualflow-*/*")), "it has left something"
 
@@ -51,13 +55,19 @@ def test_the_way_of_each_bucket_is_printed_with_its_reasons(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_large_gradients_are_measured_and_an_expert_gets_what_is_asked_for(tmp_path: Path) -> None:
     options = ', exchange=vf.Exchange("reduce-scatter", bucket_bytes=1 << 18, overlap=True)'
-    done = explain(tmp_path, "--json", width=600, options=options)
+    done = explain(tmp_path, "--json", "--steps", "4", width=600, options=options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["measured"] is True
+    assert (report["step"], report["steps"]) == (4, 3), "in the first one nothing begins early"
     assert [bucket["tensors"] for bucket in report["buckets"]] == [["bias"], ["weight"]]
     assert all(bucket["overlapped"] and bucket["way"] == "reduce-scatter" for bucket in report["buckets"])
     assert all("shard_optimizer=False" in bucket["refused"]["reorder"] for bucket in report["buckets"])
+    for traffic in (report["traffic"], *(bucket["traffic"] for bucket in report["buckets"])):
+        assert (traffic["sent"], traffic["received"]) == (traffic["plannedSent"], traffic["plannedReceived"])
+        assert 0 <= traffic["exposed"] <= traffic["seconds"]
+    assert report["traffic"]["sent"] == 4 * (600 * 600 + 600), "half of it out, and half back"
+    assert min(report["beside"]) > 0, "headers"
 
 
 @pytest.mark.parametrize(
@@ -76,23 +86,53 @@ def test_a_script_that_cannot_be_run_is_told_in_a_sentence(tmp_path: Path, text:
     assert says in done.stderr
 
 
+def report_of(buckets: list[BucketReport], rows: list[int], traffic: Traffic) -> ExchangeReport:
+    numbers = {"latency": 1e-9, "byte": 1e-9, "add_byte": 0.0, "hidden": 0.25}
+    return ExchangeReport(10, "worker-0", 9, rows, True, numbers, buckets, traffic, (2_048, 1_024))
+
+
 def test_one_worker_has_nothing_to_explain() -> None:
-    assert "nothing travels" in describe_exchange(ExchangeReport(2, [1], False, {}, []))
+    assert "nothing travels" in describe_exchange(report_of([], [1], Traffic(0, 0, 0, 0, 0.0, 0.0)))
+
+
+def bucket_of(tensors: list[str], seconds: float, sent: int = 3 << 20) -> BucketReport:
+    traffic = Traffic(sent, 1 << 20, 3 << 20, 1 << 20, seconds, seconds / 4)
+    predicted = {"gather": seconds / 2}
+    return BucketReport(tensors, 3 << 20, "float32", "stages", "gather", True, "why", predicted, {}, traffic)
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
-    bucket = BucketReport(
-        ["a", "b", "c", "d"], 3 << 20, "float32", "stages", "gather", True, "why", {"gather": 1e-3}, {}
-    )
-    numbers = ("latency", "byte", "add_byte")
-    report = ExchangeReport(2, [2, 1], True, dict.fromkeys(numbers, 1e-9) | {"add_byte": 0.0, "hidden": 0.25}, [bucket])
+    buckets = [bucket_of(["a", "b", "c", "d"], 2e-3)]
+    report = report_of(buckets, [2, 1], Traffic(3 << 20, 1 << 20, 3 << 20, 1 << 20, 2e-3, 5e-4))
     write_report(tmp_path / "report", report)
     assert read_report(tmp_path / "report") == report
-    text = describe_exchange(report)
-    verdict = "3.00 MiB of gradients travel in a step, by gather, all of it beside the backward pass; predicted: 1 ms"
-    assert text.splitlines()[0] == verdict
-    assert "2 workers that contribute 2, 1 sums" in text
-    assert "beside a backward pass 25% of that is hidden" in text
-    assert "bucket 1: 3.00 MiB of float32 (a, b, c and 1 more)" in text
-    assert "  gather, beside the backward pass; why" in text
-    assert "  predicted: gather 1 ms" in text
+    assert describe_exchange(report).splitlines() == [
+        "the exchange sends 3.00 MiB a step, the schedule's bound is 3.00 MiB; it takes 2 ms (predicted: 1 ms), 1.5 ms "
+        "of it hidden beside the backward pass",
+        "",
+        "step 10: 2 workers that contribute 2, 1 sums of 3.00 MiB, 1 bucket, by gather",
+        "measured by worker-0: the median of 9 steps with this schedule; beside the buckets it sends 2.00 KiB and "
+        "receives 1.00 KiB: headers, and new values of a sharded optimizer",
+        "network, measured when the last worker joined: messages take 1e-06 ms and bring 1 GB/s; additions no time a "
+        "byte; beside a backward pass 25% of that is hidden",
+        "",
+        "bucket 1: 3.00 MiB of float32 (a, b, c and 1 more)",
+        "  gather, beside the backward pass; why",
+        "  stages: stages",
+        "  measured: 3.00 MiB sent and 1.00 MiB received, as planned",
+        "  measured: 2 ms from setting out to the sums, 1.5 ms of it hidden",
+        "  predicted: gather 1 ms",
+    ]
+
+
+def test_buckets_that_are_alike_are_told_together() -> None:
+    buckets = [bucket_of([name], seconds, 2 << 20) for name, seconds in (("a", 4e-3), ("b", 2e-3), ("c", 9e-3))]
+    whole = Traffic(6 << 20, 3 << 20, 9 << 20, 3 << 20, 15e-3, 15e-3)
+    assert describe_exchange(report_of(buckets, [1, 1], whole)).splitlines()[6:] == [
+        "buckets 1 to 3: 9.00 MiB of float32 (a, b, c)",
+        "  gather, beside the backward pass; why",
+        "  stages: stages",
+        "  measured: 6.00 MiB sent and 3.00 MiB received, planned: 9.00 MiB sent and 3.00 MiB received",
+        "  measured (each, the median): 4 ms from setting out to the sums, 3 ms of it hidden",
+        "  predicted (each, the median): gather 2 ms",
+    ]

@@ -9,8 +9,10 @@ import signal
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import IO
 
 from virtualflow.atomic_file import write_whole
@@ -20,7 +22,7 @@ from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import describe_exit, ourselves, run_to_end
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.protocol.device_profile import DeviceProfile, describe, encode, read_profile
-from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
+from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, Traffic, read_report
 from virtualflow.protocol.settings import (
     ENV_AUDIT_DIR,
     ENV_COORDINATOR,
@@ -104,10 +106,8 @@ def measure(
     return measured
 
 
-# --- virtualflow explain: run two steps of a script, and say how its gradients travel and why -------------------------
+# --- virtualflow explain: run some steps of a script, and say how its gradients travel and why ------------------------
 
-STEPS = 2
-"""Nothing begins early in the first one: only then is it known that gradients stay as they are."""
 _NEVER = "31536000"
 """Seconds between two checkpoints: the script's own are neither read nor written."""
 _FEW = 3
@@ -115,7 +115,7 @@ _FEW = 3
 
 
 def explain(arguments: Namespace) -> int:
-    """Run two steps and print how gradients travelled; the exit code.
+    """Run some steps and print how gradients travelled; the exit code.
 
     Raises:
         ConfigurationError: the script cannot be run; nothing has been started.
@@ -148,7 +148,7 @@ def explain(arguments: Namespace) -> int:
 
 def _command(given: Namespace, program: TrainingProgram, directory: Path) -> list[str]:
     command = ourselves("run", "--plain", "--workers", str(given.workers))
-    command += ["--stop-after", str(STEPS), "--rebalance-gain", "1"]
+    command += ["--stop-after", str(given.steps), "--rebalance-gain", "1"]
     command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
     if given.virtual_nodes is not None:
         command += ["--virtual-nodes", str(given.virtual_nodes)]
@@ -160,53 +160,93 @@ def describe_exchange(report: ExchangeReport) -> str:
     if workers == 1:
         return "one worker: nothing travels; ask for more by --workers"
     sums = ", ".join(map(str, report.rows))
+    whole = sum(bucket.bytes for bucket in report.buckets)
+    ways = " and ".join(dict.fromkeys(bucket.way for bucket in report.buckets))
+    sent, received = map(format_bytes, report.beside)
     lines = [
         _verdict(report),
         "",
-        f"step {report.step}: {counted(workers, 'worker')} that contribute {sums} sums, "
-        f"{counted(len(report.buckets), 'bucket')}",
+        f"step {report.step}: {counted(workers, 'worker')} that contribute {sums} sums of {format_bytes(whole)}, "
+        f"{counted(len(report.buckets), 'bucket')}, by {ways}",
+        f"measured by {report.worker}: the median of {counted(report.steps, 'step')} with this schedule; beside the "
+        f"buckets it sends {sent} and receives {received}: headers, and new values of a sharded optimizer",
         _describe_network(report),
     ]
-    for number, bucket in enumerate(report.buckets, 1):
-        lines += ["", *_describe_bucket(number, bucket)]
+    groups = [list(group) for _, group in groupby(enumerate(report.buckets, 1), _alike)]
+    for group in groups:
+        lines += ["", *_describe_buckets(group[0][0], [bucket for _, bucket in group])]
     return "\n".join(lines)
 
 
 def _verdict(report: ExchangeReport) -> str:
-    """What a step sends and what that should cost, in one sentence."""
-    whole = sum(bucket.bytes for bucket in report.buckets)
-    beside = sum(bucket.bytes for bucket in report.buckets if bucket.overlapped)
-    ways = " and ".join(dict.fromkeys(bucket.way for bucket in report.buckets))
-    share = "none" if not beside else "all" if beside == whole else f"{beside / whole:.0%}"
-    sentence = f"{format_bytes(whole)} of gradients travel in a step, by {ways}, {share} of it beside the backward pass"
+    """What a step sends and what that costs, beside what the schedule says of both, in one sentence."""
+    traffic = report.traffic
     known = [bucket.predicted[bucket.way] for bucket in report.buckets if bucket.way in bucket.predicted]
-    return f"{sentence}; predicted: {milliseconds(1e3 * sum(known))}" if len(known) == len(report.buckets) else sentence
+    predicted = f" (predicted: {_seconds(sum(known))})" if known else ""
+    return (
+        f"the exchange sends {format_bytes(traffic.sent)} a step, the schedule's bound is "
+        f"{format_bytes(traffic.planned_sent)}; it takes {_seconds(traffic.seconds)}{predicted}, "
+        f"{_hidden(traffic.seconds, traffic.exposed)} hidden beside the backward pass"
+    )
 
 
 def _describe_network(report: ExchangeReport) -> str:
     network = report.network
     source = "measured when the last worker joined" if report.measured else "assumed, since so little is not measured"
-    latency = milliseconds(1e3 * network["latency"])
+    latency = _seconds(network["latency"])
     return (
         f"network, {source}: messages take {latency} and bring {_speed(network['byte'])}; "
         f"additions {_speed(network['add_byte'])}; beside a backward pass {network['hidden']:.0%} of that is hidden"
     )
 
 
-def _describe_bucket(number: int, bucket: BucketReport) -> list[str]:
-    names = ", ".join(bucket.tensors[:_FEW])
-    if len(bucket.tensors) > _FEW:
-        names += f" and {len(bucket.tensors) - _FEW} more"
+def _alike(numbered: tuple[int, BucketReport]) -> tuple[object, ...]:
+    _, bucket = numbered
+    return bucket.dtype, bucket.program, bucket.way, bucket.reason, bucket.refused, list(bucket.predicted)
+
+
+def _describe_buckets(number: int, buckets: Sequence[BucketReport]) -> list[str]:
+    """Some buckets in a row, from ``number`` on, that are alike in all but their size."""
+    bucket, tensors = buckets[0], [name for each in buckets for name in each.tensors]
+    names = ", ".join(tensors[:_FEW])
+    if len(tensors) > _FEW:
+        names += f" and {len(tensors) - _FEW} more"
     when = "beside the backward pass" if bucket.overlapped else "behind the step headers"
+    several = len(buckets) > 1
+    which = f"buckets {number} to {number + len(buckets) - 1}" if several else f"bucket {number}"
+    each = " (each, the median)" if several else ""
     lines = [
-        f"bucket {number}: {format_bytes(bucket.bytes)} of {bucket.dtype} ({names})",
+        f"{which}: {format_bytes(sum(one.bytes for one in buckets))} of {bucket.dtype} ({names})",
         f"  {bucket.way}, {when}; {bucket.reason}",
         f"  stages: {bucket.program}",
+        *_describe_traffic([one.traffic for one in buckets], each),
     ]
     if bucket.predicted:
-        weighed = ", ".join(f"{way} {milliseconds(1e3 * seconds)}" for way, seconds in bucket.predicted.items())
-        lines.append(f"  predicted: {weighed}")
+        seconds = {way: median(one.predicted[way] for one in buckets) for way in bucket.predicted}
+        lines.append(f"  predicted{each}: {', '.join(f'{way} {_seconds(took)}' for way, took in seconds.items())}")
     return [*lines, *(f"  no further {rewrite}: {why}" for rewrite, why in bucket.refused.items())]
+
+
+def _describe_traffic(parts: Sequence[Traffic], each: str) -> Iterator[str]:
+    """What some buckets have moved together, and how long one of them has travelled."""
+    moved = sum(part.sent for part in parts), sum(part.received for part in parts)
+    planned = sum(part.planned_sent for part in parts), sum(part.planned_received for part in parts)
+    wanted = "as planned" if moved == planned else f"planned: {_both_ways(planned)}"
+    yield f"  measured: {_both_ways(moved)}, {wanted}"
+    seconds, exposed = median(part.seconds for part in parts), median(part.exposed for part in parts)
+    yield f"  measured{each}: {_seconds(seconds)} from setting out to the sums, {_hidden(seconds, exposed)} hidden"
+
+
+def _both_ways(moved: tuple[int, int]) -> str:
+    return f"{format_bytes(moved[0])} sent and {format_bytes(moved[1])} received"
+
+
+def _hidden(seconds: float, exposed: float) -> str:
+    return f"{_seconds(seconds - exposed)} of it" if seconds > exposed else "none of it"
+
+
+def _seconds(value: float) -> str:
+    return milliseconds(1e3 * value)
 
 
 def _speed(seconds_a_byte: float) -> str:

@@ -71,6 +71,8 @@ class LauncherSettings:
     """The latest events of the live view."""
     cells_shown: int = 64
     """A job of more virtual nodes than this shows them as ranges."""
+    explain_steps: int = 10
+    """Steps whose exchanges ``virtualflow explain`` measures; in the first one nothing begins early."""
     check_steps: int = 6
     """Steps of each run of ``virtualflow check``: enough for a worker to join, and to show what has gone wrong."""
     check_workers: int = 8

@@ -124,7 +124,7 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     _add_report(add("report", "make a page of the report of a job that is over"))
     _add_coordinator(add("coordinator", "serve the coordinator of one job"), settings)
     _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ", advanced=True))
-    _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why", advanced=True))
+    _add_explain(add("explain", "run some steps, and say how their gradients travel and why", advanced=True), settings)
     _add_profile(add("profile", "measure a script on this device, for jobs to come", advanced=True))
     _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth it", advanced=True))
     add("simulate", EXTERNAL["simulate"], advanced=True)
@@ -308,6 +308,11 @@ def _add_virtual_nodes(
     parser.add_argument("--virtual-nodes", metavar="V", help=says, **_range(int, least, MAX_VIRTUAL_NODES, refusal))
 
 
+def _add_steps(parser: Parser, steps: int, says: str) -> None:
+    says += f" (default {steps}, or all that the script makes)"
+    parser.add_argument("--steps", default=steps, metavar="N", help=says, **_AT_LEAST_1)
+
+
 def _add_check(parser: Parser, settings: LauncherSettings) -> None:
     parser.usage = "virtualflow check [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
@@ -316,13 +321,7 @@ def _add_check(parser: Parser, settings: LauncherSettings) -> None:
         "joins and with one that is killed. Samples, gradients, state and metrics are compared; the first difference "
         "is named, with its usual cause."
     )
-    parser.add_argument(
-        "--steps",
-        default=settings.check_steps,
-        metavar="N",
-        help=f"of each run (default {settings.check_steps}, or all that the script makes)",
-        **_AT_LEAST_1,
-    )
+    _add_steps(parser, settings.check_steps, "of each run")
     _add_virtual_nodes(parser, least=2, refusal="a check needs between {} and {}")
     parser.add_argument(
         "--workers",
@@ -391,19 +390,16 @@ def _add_profile(parser: Parser) -> None:
     )
 
 
-def _add_explain(parser: Parser) -> None:
+def _add_explain(parser: Parser, settings: LauncherSettings) -> None:
     parser.usage = "virtualflow explain [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
-        "Run two steps of a training script and print, for each bucket of gradients, the way that it takes between "
-        "workers, the predicted times of the alternatives, and why further rewrites of its exchange are refused."
+        "Run some steps of a training script and print, for each bucket of gradients, the way that it takes between "
+        "workers, the bytes and times that were measured, how much of the time is hidden beside the backward pass, the "
+        "predicted times of the alternatives, and why further rewrites of its exchange are refused."
     )
-    parser.add_argument(
-        "--workers",
-        default=EXPLAIN_WORKERS,
-        metavar="N",
-        help=f"worker processes (default {EXPLAIN_WORKERS})",
-        **_WORKERS,
-    )
+    workers = f"worker processes (default {EXPLAIN_WORKERS})"
+    parser.add_argument("--workers", default=EXPLAIN_WORKERS, metavar="N", help=workers, **_WORKERS)
+    _add_steps(parser, settings.explain_steps, "that are run; nothing begins early in the first one")
     _add_virtual_nodes(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
     _add_script(parser, required=True)

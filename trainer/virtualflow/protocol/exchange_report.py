@@ -1,4 +1,6 @@
-"""How the gradients of a step travelled and why, as a worker writes it down for ``virtualflow explain``."""
+"""How the gradients of a step travelled, why, and what that took, as a worker writes it down for
+``virtualflow explain``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,20 @@ import msgspec
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import VirtualFlowError
+
+
+class Traffic(msgspec.Struct, frozen=True, rename="camel"):
+    """What a worker has exchanged with the others in a step, medians over some: bytes without heads and tags."""
+
+    sent: int
+    received: int
+    planned_sent: int
+    """By the schedule."""
+    planned_received: int
+    seconds: float
+    """From setting out until the sums were there: with the wait for workers that set out later."""
+    exposed: float
+    """Of these, while the training waited. The others are hidden beside the backward pass, and what follows it."""
 
 
 class BucketReport(msgspec.Struct, frozen=True, rename="camel"):
@@ -28,10 +44,15 @@ class BucketReport(msgspec.Struct, frozen=True, rename="camel"):
     """For each way: the seconds that it is predicted to take."""
     refused: dict[str, str]
     """What would be faster and is not done, each with the reason."""
+    traffic: Traffic
 
 
 class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
     step: int
+    worker: str
+    """Whose bytes and times these are."""
+    steps: int
+    """How many the medians are over, up to this one: those of one schedule."""
     rows: list[int]
     """How many sums each worker contributed."""
     measured: bool
@@ -39,6 +60,10 @@ class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
     network: dict[str, float]
     """Seconds, seconds a byte, and the share of these that is hidden beside a backward pass."""
     buckets: list[BucketReport]
+    traffic: Traffic
+    """Of all buckets."""
+    beside: tuple[int, int]
+    """Bytes sent and received for the rest of a step: headers, and new values of a sharded optimizer."""
 
 
 def write_report(path: Path, report: ExchangeReport) -> None:

@@ -35,3 +35,4 @@ from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_ways, stages
 from virtualflow.reduction.settings import Exchange
+from virtualflow.reduction.traffic import Passage, planned_bytes, summarize

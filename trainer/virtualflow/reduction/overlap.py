@@ -104,6 +104,7 @@ class Overlap:
 
     def abandon(self) -> None:
         self.running = False
+        self._reducer.abandon()
         if self._hands_over:
             self._hands_over = False
             self._handover.end()

@@ -9,12 +9,13 @@ full. Behind the headers that thread does it itself.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from torch import Tensor
 from virtualflow.errors import CommunicatorBroken, Damaged
 from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, multiply, separate
 from virtualflow.reduction.bucket_exchange import Bucket, Buffers, ReductionPlan, flatten, open_exchange, unflatten
+from virtualflow.reduction.traffic import ExchangeLog
 from virtualflow.transport import DONE, Pending
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -46,6 +50,7 @@ class Pipeline:
         self._header: Tensor | None = None
         self._headers: Future[Tensor] = Future()
         self._arrived: list[Future[None]] = [Future() for _ in buckets]
+        self.log = ExchangeLog(len(buckets))
 
     # --- by the thread that trains ------------------------------------------------------------------------------------
 
@@ -100,12 +105,26 @@ class Pipeline:
     def exchange_headers(self, header: Tensor) -> Tensor:
         """Nothing more comes; wait for the members' headers, uint8 ``[n]`` to ``[size, n]``."""
         self.close(header)
-        return self._collectives.settle(self._headers)
+        return self._settle(self._headers)
 
     def result(self, index: int) -> dict[int, Tensor]:
         """Wait for a bucket's sums, by place: contiguous views of a buffer that the next reduction overwrites."""
-        self._collectives.settle(self._arrived[index])
+        self._settle(self._arrived[index])
         return dict(self._exchanges[index].sums())
+
+    def _settle(self, outcome: Future[T]) -> T:
+        if outcome.done():
+            return outcome.result()
+        began = time.perf_counter_ns()
+        found = self._collectives.settle(outcome)
+        self.log.waited(began)
+        return found
+
+    def carry_out_here(self) -> None:
+        """In place of another thread: nothing else is done meanwhile."""
+        began = time.perf_counter_ns()
+        self.carry_out()
+        self.log.waited(began)
 
     @property
     def complete(self) -> bool:
@@ -136,7 +155,9 @@ class Pipeline:
         outward: deque[tuple[int, Pending]] = deque()
         homeward: list[tuple[int, Pending]] = []
         while (index := self._next()) is not None:
+            self.log.begin(index)
             outward.append((index, self._exchanges[index].set_out()))
+            self.log.started(index, outward[-1][1])
             if len(outward) > 1:
                 homeward.append(self._add_and_return(*outward.popleft()))
         header = headers = None
@@ -151,6 +172,7 @@ class Pipeline:
         for index, pending in homeward:
             if pending is not DONE:
                 pending.wait()
+            self.log.complete(index, pending)
             self._arrived[index].set_result(None)
 
     def _next(self) -> int | None:
@@ -162,7 +184,10 @@ class Pipeline:
     def _add_and_return(self, index: int, pending: Pending) -> tuple[int, Pending]:
         if pending is not DONE:
             pending.wait()
-        return index, self._exchanges[index].add_and_return()
+        home = self._exchanges[index].add_and_return()
+        self.log.added_up(index)
+        self.log.started(index, home)
+        return index, home
 
 
 # The beginning of a reduction before the last backward pass has ended.

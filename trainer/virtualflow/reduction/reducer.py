@@ -30,6 +30,7 @@ from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.pipeline import Early, Pipeline
 from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
 from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
+from virtualflow.reduction.traffic import ExchangeLog, Passage
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
 
@@ -67,6 +68,8 @@ class Scheduled:
     bucket: Bucket
     shape: Shape
     choice: Choice
+    portions: Portions | None
+    """For each place who needs what of its sum; ``None``: all need all."""
 
 
 class Reducer:
@@ -95,9 +98,14 @@ class Reducer:
         self._exchanger: Exchanger | None = None
         self._holdings: tuple[Sequence[Sequence[int]], Keys] = (), []
         self._schedules: dict[tuple[object, ...], list[Scheduled]] = {}
-        self._begun: list[Scheduled] = []
+        self._begun: tuple[list[Scheduled], list[ExchangeLog]] = [], []
         self.schedule: list[Scheduled] = []
         """How the buckets of the last complete reduction have travelled."""
+        self._logs: list[ExchangeLog] = []
+
+    def passages(self) -> list[Passage]:
+        """What was measured of each bucket of the last complete reduction, in the order of :attr:`schedule`."""
+        return [passage for log in self._logs for passage in log.passages()]
 
     def close(self) -> None:
         self._leave_thread(self._settings.close_wait)
@@ -157,8 +165,13 @@ class Reducer:
         """Another communicator comes: free the buffers, and leave the thread to what it does in the former one."""
         self._buffers.clear()
         self._schedules.clear()
-        self._begun = []
+        self.schedule, self._logs = [], []
+        self.abandon()
         self._leave_thread(0.0)
+
+    def abandon(self) -> None:
+        """What has begun, if anything, is no part of the next reduction."""
+        self._begun = [], []
 
     def reduce(
         self,
@@ -197,7 +210,8 @@ class Reducer:
                 result[place] = landing.memory.store(tensor) if landing is not None and lands else tensor
             return result
         scheduled = self._scheduled(holdings, templates, places[::-1], final=False) if places else []
-        self.schedule, self._begun = [*self._begun, *scheduled], []
+        (begun, self._logs), self._begun = self._begun, ([], [])
+        self.schedule = [*begun, *scheduled]
         if scheduled:
             plan = self._plan(collectives, holdings, templates, scheduled, scale)
             pipeline = Pipeline(plan, self._buffers, "late", beside=False)
@@ -206,7 +220,8 @@ class Reducer:
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
                 pipeline.submit(index)
             pipeline.close(None)
-            pipeline.carry_out()
+            pipeline.carry_out_here()
+            self._logs.append(pipeline.log)
             for index in range(len(plan.buckets)):
                 for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
@@ -242,11 +257,12 @@ class Reducer:
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
         """
-        self._begun = self._overlapped(collectives, holdings, templates, places)
-        if not self._begun:
+        begun = self._overlapped(collectives, holdings, templates, places)
+        if not begun:
             return None
-        plan = self._plan(collectives, holdings, templates, self._begun, 1.0 if scale is None else scale)
+        plan = self._plan(collectives, holdings, templates, begun, 1.0 if scale is None else scale)
         pipeline = Pipeline(plan, self._buffers, "early", beside=True)
+        self._begun = begun, [pipeline.log]
         accumulator.await_offloaded()  # what is not added to any more is written to messages
         early = Early(pipeline, plan.buckets, accumulator.prepare(last, count, weight=weight))
         self._thread().submit(pipeline.run)
@@ -295,7 +311,9 @@ class Reducer:
                 for bucket in buckets
             ]
             choices = self._choose(shapes, final, self.terms, settings)
-            found = self._schedules[key] = list(map(Scheduled, buckets, shapes, choices))
+            found = self._schedules[key] = [
+                Scheduled(*each, portions) for each in zip(buckets, shapes, choices, strict=True)
+            ]
         return found
 
     def _plan(

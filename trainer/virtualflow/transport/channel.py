@@ -43,11 +43,18 @@ _NONE: Iterator[list[memoryview]] = iter(())
 class FrameExchange:
     """Frames that are waited for together."""
 
-    __slots__ = ("left",)
+    __slots__ = ("ended", "left")
 
     def __init__(self) -> None:
         self.left = 0
         """How many have not come, or not left, yet."""
+        self.ended = 0
+        """When none was left, by ``time.perf_counter_ns``."""
+
+    def finish_one(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.ended = time.perf_counter_ns()
 
 
 class Arrival:
@@ -170,7 +177,7 @@ class Channel:
             departure.left -= sent
             if not departure.left:
                 self._outgoing.popleft()
-                departure.exchange.left -= 1
+                departure.exchange.finish_one()
         return moved
 
     def _receive_on(self) -> bool:
@@ -191,7 +198,7 @@ class Channel:
             if self._take(arrival, received):
                 self._incoming.popleft()
                 self._received += 1
-                arrival.exchange.left -= 1
+                arrival.exchange.finish_one()
         return moved
 
     def _room_for(self, arrival: Arrival) -> list[memoryview]:
@@ -264,6 +271,8 @@ class Lane:
         """What is polled for, by descriptor."""
         self._moved = set(channels.values())
         """Those for which it may be something else now."""
+        self.sent = self.received = 0
+        """Bytes of all frames that were begun, without heads and tags."""
 
     def expect(self, peer: int, content: memoryview, exchange: FrameExchange) -> None:
         channel = self.channels[peer]

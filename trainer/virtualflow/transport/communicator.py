@@ -167,14 +167,17 @@ class Communicator:
         lane = self._lane
         assert lane is not None
         checks = dict[int, int]()
+        sent = received = 0
         try:
             _refuse(self._interrupted)
             contents = [_memory_of(message.stretch) for message in messages]
             exchange = FrameExchange()
             for message, content in zip(messages, contents, strict=True):
                 if message.incoming:
+                    received += len(content)
                     lane.expect(message.peer, content, exchange)
                     continue
+                sent += len(content)
                 known = id(message.stretch)  # what goes to several members is hashed once
                 if self._hashes and known not in checks:
                     checks[known] = checksum(content)
@@ -182,7 +185,14 @@ class Communicator:
         except BaseException:
             self.cut()  # whatever is raised, perhaps by a signal, leaves frames half way: nothing more is exchanged
             raise
-        return _Waiting(self, exchange)
+        lane.sent += sent
+        lane.received += received
+        return _Waiting(self, exchange, sent, received)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that were sent to others, and received from them, by either thread; without heads and tags."""
+        return sum(lane.sent for lane in self._lanes), sum(lane.received for lane in self._lanes)
 
     def flush(self) -> None:
         """Wait until all that was started has left, for a thread that turns to something else than waiting."""
@@ -245,8 +255,13 @@ class Communicator:
 
 
 class _Waiting:
-    def __init__(self, communicator: Communicator, exchange: FrameExchange) -> None:
+    def __init__(self, communicator: Communicator, exchange: FrameExchange, sent: int, received: int) -> None:
         self._communicator, self._exchange = communicator, exchange
+        self.sent, self.received = sent, received
+
+    @property
+    def ended(self) -> int:
+        return self._exchange.ended
 
     def wait(self, timeout: float | None = None) -> None:
         exchange = self._exchange

@@ -27,7 +27,19 @@ class Message:
 
 
 class Pending(Protocol):
-    """A collective that was started, or messages."""
+    """A collective that was started, or messages; bytes are those of the content, without heads and tags."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes for others."""
+
+    @property
+    def received(self) -> int:
+        """Bytes from others."""
+
+    @property
+    def ended(self) -> int:
+        """When the last of it had come and left, by ``time.perf_counter_ns``; 0: there was nothing."""
 
     def wait(self) -> None:
         """Wait until what it brings is there."""
@@ -67,6 +79,8 @@ class Collectives(Protocol):
 
 
 class _Done:
+    sent = received = ended = 0
+
     def wait(self) -> None:
         """It is there."""
 

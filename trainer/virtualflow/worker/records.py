@@ -19,21 +19,23 @@ import gc
 import json
 import os
 import random
+import statistics
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, write_report
-from virtualflow.reduction import AttemptSpoiled, Scheduled, stages
+from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, Traffic, write_report
+from virtualflow.reduction import AttemptSpoiled, Passage, Scheduled, planned_bytes, stages, summarize
 from virtualflow.state import content_hash, optimizers_of
 from virtualflow.step import Attempt, StepPart
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
@@ -81,25 +83,76 @@ class Audit(StepPart):
         os.close(self._descriptor)
 
 
+_RECENT = 50
+"""Steps that medians of an exchange are over, at most."""
+
+
+class _Exchanged(NamedTuple):
+    """What was measured in one step."""
+
+    passages: list[Passage]
+    sent: int
+    received: int
+
+
 class Explanation(StepPart):
-    """Writes down how the exchange of the latest step went, on the leader."""
+    """How the exchanges of the latest steps went. The leader writes it down at the end, so that none waits for that."""
 
     def __init__(self, path: Path, session: AnySession, training: Training) -> None:
-        self._path, self._state, self._training = path, session.state, training
+        self._path, self._session, self._training = path, session, training
+        self._step = self._rank = 0
+        self._leads = False
+        self._generation, self._schedule = m.NO_GENERATION, list[Scheduled]()
+        self._latest: deque[_Exchanged] = deque(maxlen=_RECENT)
+        """Steps of that generation and schedule."""
+        self._before = 0, 0
+
+    def begin(self, attempt: Attempt) -> None:
+        self._before = self._traffic()
 
     def commit(self, attempt: Attempt) -> None:
-        if not self._state.leader:
-            return
-        update = self._training.update
-        terms, schedule = update.reducer.terms, update.reducer.schedule
+        reducer, (sent, received) = self._training.update.reducer, self._traffic()
+        if (attempt.generation, reducer.schedule) != (self._generation, self._schedule):
+            self._generation, self._schedule = attempt.generation, reducer.schedule
+            self._latest.clear()
+        self._latest.append(_Exchanged(reducer.passages(), sent - self._before[0], received - self._before[1]))
+        self._step, self._rank, self._leads = attempt.number, self._session.rank, self._session.state.leader
+
+    def close(self) -> None:
+        if self._leads:
+            write_report(self._path, self._report())
+
+    def _traffic(self) -> tuple[int, int]:
+        communicator = self._session.communicator
+        assert communicator is not None
+        return communicator.traffic
+
+    def _report(self) -> ExchangeReport:
+        update, schedule, latest = self._training.update, self._schedule, self._latest
+        terms, rows = update.reducer.terms, schedule[0].shape.rows if schedule else (1,)
         names = [*(name for name, _ in self._training.model.named_parameters()), *update.sync.settled.averaged]
-        rows = list(schedule[0].shape.rows) if schedule else [1]
-        buckets = [_describe(one, names) for one in schedule]
-        report = ExchangeReport(attempt.number, rows, terms.measured, asdict(terms.network), buckets)
-        write_report(self._path, report)
+        planned = [planned_bytes(one.bucket, one.choice.way, rows, one.portions, self._rank) for one in schedule]
+        buckets = [
+            _describe(one, names, summarize(planned[at : at + 1], [step.passages[at : at + 1] for step in latest]))
+            for at, one in enumerate(schedule)
+        ]
+        whole = summarize(planned, [step.passages for step in latest])
+        sent = statistics.median_low(step.sent for step in latest)
+        received = statistics.median_low(step.received for step in latest)
+        return ExchangeReport(
+            step=self._step,
+            worker=self._session.worker,
+            steps=len(latest),
+            rows=list(rows),
+            measured=terms.measured,
+            network=asdict(terms.network),
+            buckets=buckets,
+            traffic=whole,
+            beside=(sent - whole.sent, received - whole.received),
+        )
 
 
-def _describe(one: Scheduled, names: Sequence[str]) -> BucketReport:
+def _describe(one: Scheduled, names: Sequence[str], traffic: Traffic) -> BucketReport:
     choice = one.choice
     return BucketReport(
         tensors=[names[place] for place in one.bucket.places],
@@ -111,6 +164,7 @@ def _describe(one: Scheduled, names: Sequence[str]) -> BucketReport:
         reason=choice.reason,
         predicted=dict(choice.predicted),
         refused=dict(choice.refused),
+        traffic=traffic,
     )
 
 

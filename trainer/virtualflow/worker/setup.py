@@ -192,7 +192,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         audit=_held(resources, _open_audit(request, session, training)),
         trace=_held(resources, _open_trace(request, session, training)),
         tracking=tracking,
-        explanation=Explanation(environment.explain_out, session, training) if environment.explain_out else None,
+        explanation=_held(resources, _open_explanation(request, session, training)),
         pacing=pacing,
         reporter=reporter,
     )
@@ -461,6 +461,11 @@ def _open_audit(request: Request, session: AnySession, training: Training) -> Au
     if not session.coordinated or directory is None:
         return None
     return Audit(directory, session, training, request.run)
+
+
+def _open_explanation(request: Request, session: AnySession, training: Training) -> Explanation | None:
+    path = request.environment.explain_out
+    return None if path is None else Explanation(path, session, training)
 
 
 def _open_tracking(request: Request, session: AnySession, training: Training) -> Tracking | None:
