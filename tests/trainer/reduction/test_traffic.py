@@ -20,13 +20,21 @@ from torch import nn
 import virtualflow as vf
 from virtualflow.data import MicroBatch
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Passage, Scheduled, choose_summation, planned_bytes, summarize, traffic
+from virtualflow.reduction import (
+    AttemptSpoiled,
+    Passage,
+    Scheduled,
+    choose_summation,
+    planned_bytes,
+    summarize,
+    traffic,
+)
 from virtualflow.reduction.bucket_exchange import Bucket
 from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.schedule import Way
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.traffic import ExchangeLog
-from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Update
+from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Reduced, Update
 from virtualflow.transport.channel import HEAD
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import DONE
@@ -69,10 +77,22 @@ class Told:
     traffic: tuple[int, int] = 0, 0
     carried: tuple[int, int] = 0, 0
     """Without the heads of frames."""
+    spoiled: int = 0
 
 
-def train(communicator: Communicator, exchange: Exchange, copies: int, backward: vf.PartialBackward | None) -> Told:
-    """Some steps of a small model; its gradients set out beside the backward pass where that is wanted and legal."""
+def train(
+    communicator: Communicator,
+    exchange: Exchange,
+    copies: int = 0,
+    backward: vf.PartialBackward | None = None,
+    *,
+    changes: int = 0,
+) -> Told:
+    """Some steps of a small model; its gradients set out beside the backward pass where that is wanted and legal.
+
+    Args:
+        changes: the step whose gradients the first member's script changes behind the backward pass.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(7, 30), nn.Sequential(nn.Linear(30, 30)), nn.Sequential(nn.Linear(30, 1)))
     cut = None if backward is None else BackwardCut(model, [("1", model[1]), ("2", model[2])], backward, NODES)
@@ -94,7 +114,8 @@ def train(communicator: Communicator, exchange: Exchange, copies: int, backward:
         update.shards.enter(communicator.rank, communicator.size)
     update.agree(communicator, exchange, ranges)
     update.enter()
-    for number in range(1, STEPS + 1):
+
+    def make(number: int, *, changed: bool = False) -> Reduced:
         attempt = Attempt(number, assigned, ranges)
         update.begin(assigned, max(map(len, ranges)))
         if cut is not None:
@@ -109,10 +130,21 @@ def train(communicator: Communicator, exchange: Exchange, copies: int, backward:
                 cut.before_pass(attempt)
             draw = torch.Generator().manual_seed(10 * number + node)
             model(torch.randn(SAMPLES, 7, generator=draw)).square().mean().backward()
+            if changed and node == assigned[-1]:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
             if cut is not None:
                 cut.after_pass(attempt)
             update.sync.take(SAMPLES, {})
-        reduced = update.synchronize(communicator, ranges, number, m.NO_GENERATION, more=True)
+        return update.synchronize(communicator, ranges, number, m.NO_GENERATION, more=True)
+
+    for number in range(1, STEPS + 1):
+        try:
+            reduced = make(number, changed=number == changes and communicator.rank == 0)
+        except AttemptSpoiled:
+            told.spoiled += 1
+            update.abandon()
+            reduced = make(number)
         update.apply(reduced, epoch_ends=False)
         told.steps.append((copy.copy(update.reducer.schedule), update.reducer.passages()))
     told.traffic = communicator.traffic
@@ -182,10 +214,19 @@ def test_what_is_counted_is_what_is_planned_and_what_the_sockets_carry(
         assert part < whole, "what no backward pass has reached does not travel"
 
 
+def test_an_attempt_that_was_spoiled_leaves_nothing_in_what_is_told_of_the_next() -> None:
+    exchange = Exchange("reduce-scatter", overlap=True)
+    for rank, told in enumerate(members_of(2, lambda member: train(member, exchange, changes=2))):
+        assert told.spoiled == 1
+        schedule, passages = told.steps[1]
+        assert not any(one.choice.overlapped for one in schedule)
+        assert sorted(place for one in schedule for place in one.bucket.places) == list(range(6)), "each once"
+        assert [(one.sent, one.received) for one in passages] == planned(schedule, rank)
+
+
 def test_seals_are_not_counted() -> None:
     plain, sealed = (
-        members_of(2, lambda member: train(member, Exchange("reduce-scatter"), 0, None), sealed=one)
-        for one in (False, True)
+        members_of(2, lambda member: train(member, Exchange("reduce-scatter")), sealed=one) for one in (False, True)
     )
     assert [told.traffic for told in plain] == [told.traffic for told in sealed]
 
