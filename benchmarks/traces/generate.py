@@ -68,30 +68,33 @@ def philly() -> JobTrace:
     return _trace(events, "the Philly jobs")
 
 
-def recurring(seed: int, spread: float, jobs: int = 300, gpus: int = 32) -> JobTrace:
-    """Jobs that come again: 30 models of four teams, some trained often, whose lengths spread over hours.
+def recurring(
+    seed: int, spread: float, jobs: int = 300, gpus: int = 32, *, models: int = 30, load: float = 1.0
+) -> JobTrace:
+    """Jobs that come again: models of four teams, some trained often, whose lengths spread over hours.
 
     Args:
         spread: of the lengths of one model's jobs: the standard deviation of their logarithm.
+        load: work that comes, over what all GPUs can do in that time.
     """
     random_ = random.Random(seed)
-    models = []
-    for index in range(30):
+    made = []
+    for index in range(models):
         demand = random_.choices((1, 2, 4, 8), (50, 20, 15, 15))[0]
         hours = min(8.0, (1 / 15) * random_.paretovariate(1.0))
-        models.append((_made_up(random_, index, demand, hours), f"team-{random_.randrange(4)}", hours))
+        made.append((_made_up(random_, index, demand, hours), f"team-{random_.randrange(4)}", hours))
     events: list[Event] = [NodeEvent(0.0, "all", gpus)]
-    often = [1 / (rank + 1) for rank in range(len(models))]
-    drawn = [random_.choices(models, often)[0] for _ in range(jobs)]
+    often = [1 / (rank + 1) for rank in range(models)]
+    drawn = [random_.choices(made, often)[0] for _ in range(jobs)]
     lengths = [math.exp(random_.gauss(0.0, spread) - spread * spread / 2) for _ in drawn]
-    # As much work as there is capacity for: in the queue that grows and shrinks by chance, order matters.
+    # At a load of 1, work as there is capacity for: in the queue that grows and shrinks by chance, order matters.
     work = sum(model.seconds * length * model.demand for (model, _, _), length in zip(drawn, lengths, strict=True))
     arrival = 0.0
     for index, ((model, namespace, _), length) in enumerate(zip(drawn, lengths, strict=True)):
         name = f"{model.model.partition('-')[2]}-{model.model.partition('-')[0]}x-{index:04d}"
         steps = max(1, round(model.steps * length))
         events.append(JobEvent(round(arrival, 1), name, steps, model.throughput(), namespace=namespace))
-        arrival += random_.expovariate(jobs * gpus / work)
+        arrival += random_.expovariate(load * jobs * gpus / work)
     return _trace(events, "the recurring jobs")
 
 

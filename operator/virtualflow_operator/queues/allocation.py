@@ -30,7 +30,7 @@ from virtualflow_operator.queues.capacity import (
 )
 from virtualflow_operator.queues.kinds import kind_of, kinds_of
 from virtualflow_operator.queues.members import Grant, JobHolding, Key, QueueMember, build_demand, find_holding
-from virtualflow_operator.queues.past_jobs import count_ended, phases_of, read_past, write_past
+from virtualflow_operator.queues.past_jobs import count_ended, foresee, phases_of, read_past, write_past
 from virtualflow_operator.queues.queue_status import Hindrance, build_queue_status, find_hindrance, find_obstacle
 from virtualflow_operator.queues.releases import find_stuck, release, stand_still
 from virtualflow_operator.scheduling import (
@@ -100,9 +100,11 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         wake_at = None
     else:
         grants, reserved = _grant_hindered(members, hindered, units, holdings, now)
+        forecast = foresee(past, ((m.job, units[m.key]) for m in members), settings)
         usable = _usable_kinds(open_members, queue.spec, scene.nodes or {})
         demands = {
-            m.key: build_demand(m, holdings[m.key], units[m.key], queue.spec, past, usable[m.key]) for m in open_members
+            m.key: build_demand(m, holdings[m.key], units[m.key], queue.spec, forecast, usable[m.key])
+            for m in open_members
         }
         shared, wake_at = _share(
             queue.spec, open_members, demands, holdings, capacity, reserved, scene.nodes or {}, now, settings

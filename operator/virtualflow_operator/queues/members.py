@@ -10,9 +10,9 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api import ANY_KIND, Job, Node, QueueSpec, parse_time
 from virtualflow_operator.jobs.scaling_history import efficient_limit
 from virtualflow_operator.queues.kinds import kind_of, where_they_run
-from virtualflow_operator.queues.past_jobs import curve_of, expected_left, least_workers
+from virtualflow_operator.queues.past_jobs import curve_of, least_workers, served
 from virtualflow_operator.scheduling import Demand, KindDemand, Mobility
-from virtualflow_operator.scheduling.service_time import Past
+from virtualflow_operator.scheduling.service_time import Forecast
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,13 @@ def find_holding(member: QueueMember, spec: QueueSpec, nodes: Mapping[str, Node]
 
 
 def build_demand(
-    member: QueueMember, holding: JobHolding, units: int, queue: QueueSpec, past: Past, usable: frozenset[str]
+    member: QueueMember, holding: JobHolding, units: int, queue: QueueSpec, forecast: Forecast, usable: frozenset[str]
 ) -> KindDemand:
     """The job as a policy sees it.
 
     Args:
         units: of a worker.
-        past: what jobs needed that have completed.
+        forecast: what jobs are expected to need.
         usable: names of the kinds that its templates may be on.
     """
     spec, status, grant = member.job.spec, member.job.status, member.grant
@@ -212,7 +212,7 @@ def build_demand(
         resized=grant.resized,
         waited=grant.waited,
         steps_left=left,
-        expected_left=expected_left(past, member.job, units),
+        expected_left=forecast.left(member.job.namespace, member.job.name, served(member.job, units) or 0.0),
         minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
     )
     if holding.kind not in usable and any(kind.name == holding.kind for kind in queue.kinds):

@@ -8,13 +8,13 @@ two that end in the same second one may be left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import exp, log
 
 from virtualflow_operator.api import ANY_KIND, Job, Measured, PastKind, QueueStatus
 from virtualflow_operator.jobs.scaling_history import computing_of, positive, speed_of
 from virtualflow_operator.scheduling import ScalingCurve
-from virtualflow_operator.scheduling.service_time import AlikeJobs, Past, left
+from virtualflow_operator.scheduling.service_time import AlikeJobs, Forecast, Past
 from virtualflow_operator.settings import SchedulingSettings
 
 
@@ -48,10 +48,13 @@ def served(job: Job, units: int) -> float | None:
     return (job.status.step or 0) / curve.speed(least) * least * units if curve.measured else None
 
 
-def expected_left(past: Past, job: Job, units: int) -> float | None:
-    """Unit-seconds at the job's minimum that jobs like it would still need; ``None``: nobody has ended yet."""
-    expected = past.expects(job.namespace, job.name)
-    return None if expected is None else left(expected, served(job, units) or 0.0)
+def foresee(past: Past, jobs: Iterable[tuple[Job, int]], settings: SchedulingSettings) -> Forecast:
+    """What jobs are expected to need, by what is remembered and by how far those are that are not over.
+
+    Args:
+        jobs: those of the queue, with the units of a worker.
+    """
+    return Forecast(past, ((job.namespace, job.name, served(job, units) or 0.0) for job, units in jobs), settings)
 
 
 def read_past(status: QueueStatus, scale: int) -> Past:

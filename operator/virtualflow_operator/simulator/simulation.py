@@ -15,7 +15,7 @@ from typing import Literal
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
-from virtualflow_operator.scheduling.service_time import Past, left
+from virtualflow_operator.scheduling.service_time import Forecast, Past
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.clock import Clock, JobBooks, Occasion
 from virtualflow_operator.simulator.outcome import Result
@@ -23,7 +23,7 @@ from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, 
 
 Knowledge = Literal["all", "seen", "past", "none"]
 """What a policy knows of a job: its steps and all the speeds of the trace; its steps and the speeds that it has already
-run at; these speeds, and what jobs like it needed that have ended; these speeds alone."""
+run at; these speeds, and what jobs like it needed that have ended, or have had so far; these speeds alone."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class _Job(JobBooks):
     joining: list[tuple[float, int]] = field(default_factory=list)
     """Those that are on their way: when they will be ready, and how many."""
     seen: dict[int, float] = field(default_factory=dict)
+    foreseen: bool = False
+    """Whether a decision has been made since it came: then ``expected`` is known, as far as anything is."""
     expected: float | None = None
     needed: float | None = None
 
@@ -87,10 +89,12 @@ def simulate(
     *,
     knowledge: Knowledge = "all",
     every: float | None = None,
+    past: Past = Past(),  # noqa: B008  (a value)
 ) -> Result:
     """Play ``trace`` against ``policy``.
 
     Args:
+        past: what is remembered of jobs before the trace; with the knowledge ``past`` only.
         every: seconds between decisions that nothing else causes; ``None``: none of these.
 
     Raises:
@@ -101,7 +105,7 @@ def simulate(
         raise ConfigurationError(f"decide every {every:g} seconds: give 1 or more, or leave it out")
     if not any(isinstance(event, NodeEvent) for event in trace.events):
         raise ConfigurationError("there is no capacity in the trace; add rows with event=node, or give --capacity")
-    return _Simulation(trace, policy, cost, settings, knowledge=knowledge, every=every).run()
+    return _Simulation(trace, policy, cost, settings, knowledge=knowledge, every=every, past=past).run()
 
 
 class PolicyError(AssertionError):
@@ -118,6 +122,7 @@ class _Simulation:
         *,
         knowledge: Knowledge,
         every: float | None,
+        past: Past,
     ) -> None:
         self._policy, self._cost, self._settings = policy, cost, settings
         self._knowledge, self._every = knowledge, every
@@ -128,7 +133,7 @@ class _Simulation:
         self._nodes: dict[str, NodeEvent] = {}
         self._capacity: list[tuple[float, int]] = []
         self._decisions = 0
-        self._past = Past()
+        self._past = past
         self._pending: list[tuple[_Job, int]] = []
         """What was decided and not yet carried out."""
         self._resting: list[tuple[float, int]] = []
@@ -175,7 +180,6 @@ class _Simulation:
             curve = ScalingCurve.of(event.throughput.items()) if self._knowledge == "all" else ScalingCurve()
             demand = event.demand(curve, event.steps if self._knowledge in ("all", "seen") else None)
             job = _Job(job=event, demand=demand, synced=self._clock.now)
-            job.expected = self._past.expects(event.namespace, event.name)
             self._all.append(job)
             self._active[event.name] = job
             return
@@ -191,13 +195,22 @@ class _Simulation:
             job.seen[job.running] = job.job.speed(job.running)
             job.demand = replace(job.demand, curve=ScalingCurve.of(job.seen.items()))
 
-    def _inform(self, job: _Job) -> None:
-        """Bring what policies know of the job up to date."""
-        if job.demand.steps_left is not None:
-            if job.running:
+    def _inform(self) -> None:
+        """Bring what policies know of the jobs up to date."""
+        if self._knowledge == "past":
+            self._foresee()
+        for job in self._active.values():
+            if job.running and job.demand.steps_left is not None:
                 job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.job.steps - job.done)))
-        elif (expected := self._past.expects(job.job.namespace, job.job.name)) is not None:
-            expected_left = left(expected, job.worth())
+
+    def _foresee(self) -> None:
+        jobs = self._active.values()
+        served = [(job.job.namespace, job.job.name, job.worth()) for job in jobs]
+        forecast = Forecast(self._past, served, self._settings)
+        for job, (namespace, name, so_far) in zip(jobs, served, strict=True):
+            if not job.foreseen:
+                job.foreseen, job.expected = True, forecast.expects(namespace, name)
+            expected_left = forecast.left(namespace, name, so_far)
             if expected_left != job.demand.expected_left:
                 job.demand = replace(job.demand, expected_left=expected_left)
 
@@ -212,7 +225,7 @@ class _Simulation:
         for job in self._active.values():
             if job.running:
                 job.catch_up(self._clock.now)
-            self._inform(job)
+        self._inform()
         demands = [job.demand for job in self._active.values()]
         decision = self._policy(self._clock.now, demands, capacity, self._settings)
         self._decisions += 1

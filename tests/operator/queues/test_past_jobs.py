@@ -96,3 +96,15 @@ def test_the_queue_says_what_it_remembers_and_decides_by_it() -> None:
     assert (later.grants, later.status.past) == (first.grants, first.status.past)
     fresh = decide(queue(), long, short)
     assert {name: grant.workers for (_, name), grant in fresh.grants.items()} == {"long-9": 4, "short-9": 0}
+
+
+@pytest.mark.parametrize(("step", "begins"), [(0, "gpt-2"), (50_000, "vit-1")], ids=["not begun", "far"])
+def test_a_job_that_has_not_ended_says_that_others_of_its_kind_are_long(step: int, begins: str) -> None:
+    """None of either kind has ended, so the older one would go first."""
+    measured = [{"workers": 4, "stepsPerSecond": "2"}]
+    far = replace(waiting("gpt-1"), job=job("gpt-1", {"step": step, "scaling": measured}, suspend=True))
+    younger = replace(waiting("vit-1"), submitted=NOW - 30)
+    ended = (completed("short-8", 100, NOW - 50),)
+    grants = decide(queue(), far, waiting("gpt-2"), younger, ended=ended).grants
+    workers = {name: given.workers for (_, name), given in grants.items()}
+    assert workers == {"gpt-1": 0, "gpt-2": 0, "vit-1": 0} | {begins: 4}
