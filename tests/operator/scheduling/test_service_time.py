@@ -247,8 +247,8 @@ def test_a_simulation_shows_how_wrong_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shrinks", [True, False], ids=["elastic", "of a fixed size"])
 def test_what_jobs_like_them_needed_is_worth_most_of_what_being_told_is(shrinks: bool) -> None:
-    """As in the table of the document, on a shorter trace of that kind on which jobs wait for each other."""
-    played, cost = recurring(1, 0.5, jobs=100, models=12, load=2.0), ResizeCost(6.0, 0.5)
+    """On one trace of the document's table."""
+    played, cost = recurring(1, 0.5, jobs=160, models=12, load=2.0), ResizeCost(6.0, 0.5)
     played = played if shrinks else fixed(played)
     told, past, none = (
         measure(simulate(played, POLICIES["ShortestFirst"], cost, SchedulingSettings(), knowledge=knowledge))
