@@ -322,6 +322,7 @@ FIGURES: dict[str, Figure] = {
     ),
     **_program("scheduling_traces", "Scheduling the paper's 20 jobs", on_page=False),
     **_program("scheduling_devices", "Scheduling on kinds of device", on_page=False),
+    **_program("scheduling_prediction", "Jobs of unknown length"),
     **_program(
         "coordinator", "A coordinator with 1,000 workers", texts.COORDINATOR, lay=crossed({"event": event}, phase, cost)
     ),
