@@ -37,9 +37,9 @@ Jobs of one model differ in length by 1.6 times (a standard deviation of the log
 `ShortestFirst` knows steps and speeds (all), [what similar jobs needed](simulator.md#jobs-that-come-again) (past), or
 neither (none: the oldest first). Mean completion: the median of the seeds, in brackets the least and the most.
 
-The paper (Hu et al., SC 2021) reports a mean completion that is up to 6.5 times shorter. Its conditions differ: recorded
-jobs of SenseTime's clusters (Helios), and a predictor that was trained on the history before them.
-Here nothing is known when a trace begins."""
+The paper (Hu et al., SC 2021) reports a mean completion that is up to 6.5 times shorter. Its conditions differ: jobs
+recorded on SenseTime's clusters (Helios), and a predictor that was trained on the history before them. Here nothing is
+known when a trace begins."""
 
 
 @dataclass(frozen=True)
