@@ -33,6 +33,8 @@ _LEAST = 0.1
 """Jobs of a kind never differ by less: a measured speed is no more exact."""
 _TAIL = 30.0
 """Beyond so many standard deviations the normal distribution's tail is its first terms."""
+_MOST = 1e18
+"""Unit-seconds; a job tells its own steps and speeds, and no more than this is believed."""
 _NORMAL = NormalDist()
 
 
@@ -95,7 +97,7 @@ class Past:
 
     def after(self, namespace: str, name: str, service: float, settings: SchedulingSettings) -> Past:
         """What is remembered once that job has ended, which needed ``service`` unit-seconds."""
-        like, needed = pattern(name), log(max(service, 1.0))
+        like, needed = pattern(name), log(min(max(service, 1.0), _MOST))
         before = self.kind(namespace, like)
         if before is None:
             kind = AlikeJobs(namespace, like, 1, needed)
@@ -126,7 +128,7 @@ class Forecast:
         self._kinds: dict[tuple[str, str], tuple[float, float]] = {}
         for namespace, name, so_far in served if past.kinds else ():
             if so_far > 1.0:
-                self._censored.setdefault((namespace, pattern(name)), []).append(log(so_far))
+                self._censored.setdefault((namespace, pattern(name)), []).append(log(min(so_far, _MOST)))
 
     def expects(self, namespace: str, name: str, served: float = 0.0) -> float | None:
         """Unit-seconds from start to end: the median among jobs like it that need more than ``served``.
@@ -142,6 +144,7 @@ class Forecast:
 
     def left(self, namespace: str, name: str, served: float) -> float | None:
         """Unit-seconds that a job still needs which has had ``served``, at least 1; ``None``: nobody has ended yet."""
+        served = min(served, _MOST)
         expected = self.expects(namespace, name, served)
         return None if expected is None else max(expected - served, 1.0)
 
@@ -187,7 +190,7 @@ def median_above(served: float, mean: float, deviation: float) -> float:
     """The median of a log-normal service, given that it is above ``served`` (in the same unit, not a logarithm)."""
     place = (log(served) - mean) / deviation if served > 0 else -_TAIL
     half = place + log(2) / place if place > _TAIL else -_NORMAL.inv_cdf(erfc(place / sqrt(2)) / 4)
-    return max(served, exp(mean + deviation * half))
+    return max(served, exp(min(mean + deviation * half, 700.0)))  # beyond, no float has room
 
 
 def _hazard(place: float) -> float:

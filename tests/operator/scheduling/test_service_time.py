@@ -194,6 +194,16 @@ def test_what_is_remembered_is_bounded_and_lies_among_what_was_needed(
     assert min(s for *_, s in jobs) * 0.999 <= everywhere <= max(s for *_, s in jobs) * 1.001
 
 
+@pytest.mark.parametrize("told", [1e300, inf], ids=["too much", "no number"])
+def test_what_a_job_tells_of_itself_is_believed_within_reason(told: float) -> None:
+    """And one that says that it has had more than any has a long way to go, or lying would pay."""
+    known = past(("red", "vit-1", 1.0), ("red", "gpt-1", told))
+    for name in ("vit-2", "gpt-2", "bert-2"):
+        left = forecast(known, ("red", "gpt-2", told), ("red", "bert-2", told)).left("red", name, told)
+        assert left is not None
+        assert 1e15 <= left < inf
+
+
 def test_the_job_that_is_expected_to_be_shortest_goes_first() -> None:
     unknown = {"minimum": 4, "maximum": 4}
     jobs = [job("a", **unknown, expected_left=500.0), job("b", **unknown, expected_left=50.0), job("c", **unknown)]
