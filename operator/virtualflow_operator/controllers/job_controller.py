@@ -15,14 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, WorkerSeconds
 from virtualflow_operator.api import (
-    ConditionType,
     Job,
-    JobSpec,
-    JobStatus,
     Object,
     Pod,
     merge_patch,
-    parse_time,
     read_job,
     write_status,
 )
@@ -30,7 +26,7 @@ from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.admissions import Admissions
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.issuer import Issuer
-from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring
+from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring, keeping
 from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import (
     AdmissionAction,
@@ -66,7 +62,7 @@ from virtualflow_operator.k8s import (
     Store,
     TokenBucket,
 )
-from virtualflow_operator.observability import JobSample, Metrics, job_context
+from virtualflow_operator.observability import Metrics, job_context, sample
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
@@ -279,26 +275,50 @@ class JobController:
     # --- the API server ----------------------------------------------------------------------------------------------
 
     async def _act(self, key: Key, job: Job, plan: JobPlan, memory: _Memory) -> float | None:
-        """Carry out the actions; in how many seconds to reconcile again, if that is needed."""
+        """Carry out the actions; in how many seconds to reconcile again, if that is needed.
+
+        Raises:
+            ApiError: the first, when everything was tried that does not wait for what has failed.
+        """
+        errors: list[ApiError] = []
+        again: float | None = None
+        with keeping(errors):
+            again = await self._change(key, job, plan, memory)
+        # Nothing waits for these: a webhook that is down keeps no job from its queue, and no lost worker from being
+        # replaced.
+        mounts = any(pod.lacks_config for pod in self._store.pods_of(key))
+        if mounts or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
+            with keeping(errors):
+                await self._provisioner.support(job, missing=mounts)
+        if issues := [action for action in plan.actions if isinstance(action, IssueIdentity)]:
+            again = 0.0
+            with keeping(errors):
+                await self._provisioner.issue_all(job, issues)
+        for action in plan.actions:
+            with keeping(errors):
+                match action:
+                    case CheckTemplates():
+                        memory.verdict = await self._provisioner.check(job, action)
+                        again = 0.0
+                    case ReadEvents(uid=uid):
+                        here = {pod.uid for pod in self._store.pods_of(key)}
+                        kept = {pod: event for pod, event in memory.events.items() if pod in here}
+                        memory.events = kept | {uid: await self._provisioner.latest_event(job, uid)}
+                        again = 0.0
+        if errors:
+            raise errors[0]
+        return again
+
+    async def _change(self, key: Key, job: Job, plan: JobPlan, memory: _Memory) -> float | None:
+        """Make, change and delete what the plan says, and ask for quota; as ``_act``."""
         again: float | None = None
         answers = dict.fromkeys(_KINDS, "")
         making = [action for action in plan.actions if isinstance(action, CreateService | CreatePod)]
         kinds = {SERVICE if isinstance(action, CreateService) else action.role for action in making}
         if self._store.loses(key) and any(time.time() >= memory.refusals[kind].retry_at for kind in kinds):
             await self._confirm(key, job)
-        missing = any(pod.lacks_config for pod in self._store.pods_of(key))
-        if missing or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
-            await self._provisioner.support(job, missing=missing)
         for action in plan.actions:
             match action:
-                case CheckTemplates():
-                    memory.verdict = await self._provisioner.check(job, action)
-                    again = 0.0
-                case ReadEvents(uid=uid):
-                    here = {pod.uid for pod in self._store.pods_of(key)}
-                    kept = {pod: event for pod, event in memory.events.items() if pod in here}
-                    memory.events = kept | {uid: await self._provisioner.latest_event(job, uid)}
-                    again = 0.0
                 case CreateService(manifest):
                     if time.time() < memory.refusals[SERVICE].retry_at:
                         answers[SERVICE] = memory.refusals[SERVICE].reason
@@ -317,11 +337,6 @@ class JobController:
                 case AdmissionAction():
                     if await self._admissions.carry_out(job, action):
                         again = 0.0
-                case CreatePod() | IssueIdentity():
-                    pass  # together, below
-        if issues := [action for action in plan.actions if isinstance(action, IssueIdentity)]:
-            await self._provisioner.issue_all(job, issues)
-            again = 0.0
         for role in (COORDINATOR, WORKER):  # the coordinator first: a quota's last place is not for a worker
             creations = [a for a in plan.actions if isinstance(a, CreatePod) and a.role == role]
             refusal = memory.refusals[role]
@@ -448,42 +463,6 @@ class JobController:
         if remote is not None and remote.worker_seconds is not None:
             memory.worker_seconds = remote.worker_seconds
         self._metrics.jobs[key] = sample(scene.job.spec, plan.status, plan.workers_wanted, memory.worker_seconds)
-
-
-def _holds(status: JobStatus, kind: ConditionType) -> bool:
-    condition = status.condition(kind)
-    return condition is not None and condition.status == "True"
-
-
-def _told(status: JobStatus, kind: ConditionType) -> int | None:
-    """The same of a condition that is there once it has something to say."""
-    return None if status.condition(kind) is None else int(_holds(status, kind))
-
-
-def sample(spec: JobSpec, status: JobStatus, wanted: int, counted: WorkerSeconds | None = None) -> JobSample:
-    """What the metrics show of a job with that status, whose coordinator has ``counted`` so much."""
-    saves = spec.checkpoint is not None
-    times = (parse_time(status.checkpoint_time), parse_time(status.start_time))
-    known = [time for time in times if time is not None]
-    return JobSample(
-        phase=status.phase,
-        workers_wanted=wanted,
-        workers_ready=status.ready_replicas,
-        step=status.step,
-        total_steps=status.total_steps,
-        steps_per_second=float(status.steps_per_second) if status.steps_per_second else None,
-        loss=float(status.loss) if status.loss else None,
-        non_finite=int(_holds(status, "NonFinite")),
-        checkpoint_failed=int(_holds(status, "CheckpointFailed")) if saves else None,
-        last_checkpoint_timestamp_seconds=max(known, default=None) if saves else None,
-        does_not_fit=_told(status, "DoesNotFit"),
-        fits_with_offload=_told(status, "FitsWithOffload"),
-        memory_copy_step=status.memory_copy_step,
-        memory_copy_timestamp_seconds=parse_time(status.memory_copy_time),
-        memory_copy_bytes=status.memory_copy_bytes,
-        paid_worker_seconds=counted.paid if counted is not None else None,
-        committed_worker_seconds=counted.committed if counted is not None else None,
-    )
 
 
 # --- the pods of deleted jobs: the garbage collector takes them, but they need not train until their grace is over ----

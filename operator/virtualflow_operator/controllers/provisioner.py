@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from virtualflow.protocol.certificates import Party, Role
@@ -247,6 +247,15 @@ def _last_seen(event: Object) -> float:
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     return next((seen for seen in map(parse_time, times) if seen is not None), 0.0)
+
+
+@contextlib.contextmanager
+def keeping(errors: list[ApiError]) -> Iterator[None]:
+    """Put an error of the API server to the others: what follows does not wait for what has failed."""
+    try:
+        yield
+    except ApiError as error:
+        errors.append(error)
 
 
 async def ignoring(call: Awaitable[object], *errors: type[ApiError]) -> None:

@@ -289,4 +289,6 @@ def suspend(facts: JobFacts, draft: Draft) -> JobStatus:
     status = _with_last_words(facts, build_status(facts, draft.status))
     wait = facts.admitted.wait
     status = phases.suspended(status, facts.job, now) if wait is None else phases.queued(status, facts.job, wait, now)
-    return status if accepted or not facts.rejection else phases.rejected(status, facts.job, facts.rejection, now)
+    if facts.rejection and not accepted:
+        return phases.rejected(status, facts.job, facts.rejection, now)
+    return phases.creation_refused(status, facts.job, facts.scene.failure, now) if facts.scene.failure else status

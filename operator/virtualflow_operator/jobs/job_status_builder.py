@@ -31,7 +31,7 @@ from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs.conditions import Aspect, shown_loss, training_health, with_conditions
 from virtualflow_operator.jobs.coordinators import unheard
 from virtualflow_operator.jobs.node_fit import never_fits
-from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited, refused_template
+from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited, refused_creation, refused_template
 from virtualflow_operator.jobs.pod_classification import PodClassification
 from virtualflow_operator.jobs.scaling_history import remember
 from virtualflow_operator.jobs.scene import JobFacts
@@ -244,7 +244,7 @@ def _hindrance(facts: JobFacts, status: JobStatus, begun: bool) -> tuple[str, st
     if rejection:
         return reasons.TEMPLATE_REJECTED, refused_template(rejection)
     if trouble and not begun:
-        return reasons.CREATION_REFUSED, f"The API server refuses what the job needs: {trouble}"
+        return reasons.CREATION_REFUSED, refused_creation(trouble)
     if status.phase == "BackOff":
         return reasons.BACK_OFF, f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
     return None if begun else _obstacle(facts)

@@ -45,6 +45,16 @@ def rejected(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
     return _not_followed(status, job, reasons.TEMPLATE_REJECTED, refused_template(why), now)
 
 
+def creation_refused(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """The API server fails again and again at what a job without workers needs."""
+    return _not_followed(status, job, reasons.CREATION_REFUSED, refused_creation(why), now)
+
+
+def refused_creation(why: str) -> str:
+    """The sentence about what a job needs and the API server does not make, or fails at."""
+    return f"The API server refuses what the job needs: {why}"
+
+
 def refused_template(why: str) -> str:
     """The sentence about templates of pods that the API server does not take."""
     return f"The API server refuses the pod template: {why}"

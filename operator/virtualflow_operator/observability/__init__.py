@@ -2,4 +2,4 @@
 
 from virtualflow_operator.observability.health import HealthServer, queue_moves
 from virtualflow_operator.observability.logs import configure, job_context
-from virtualflow_operator.observability.metrics import JobSample, Metrics, QueueSample
+from virtualflow_operator.observability.metrics import JobSample, Metrics, QueueSample, sample

@@ -23,7 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from virtualflow._version import __version__
+from virtualflow.protocol.http_api import WorkerSeconds
 from virtualflow.protocol.messages import Cause
+from virtualflow_operator.api import ConditionType, JobSpec, JobStatus, parse_time
 
 PHASES = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
 """Phases that are exposed even when no job is in them."""
@@ -75,6 +77,42 @@ class QueueSample:
     waiting: int = 0
     kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Capacity, and what is allocated of it, by kind of device."""
+
+
+def sample(spec: JobSpec, status: JobStatus, wanted: int, counted: WorkerSeconds | None = None) -> JobSample:
+    """What the metrics show of a job with that status, whose coordinator has ``counted`` so much."""
+    saves = spec.checkpoint is not None
+    times = (parse_time(status.checkpoint_time), parse_time(status.start_time))
+    known = [time for time in times if time is not None]
+    return JobSample(
+        phase=status.phase,
+        workers_wanted=wanted,
+        workers_ready=status.ready_replicas,
+        step=status.step,
+        total_steps=status.total_steps,
+        steps_per_second=float(status.steps_per_second) if status.steps_per_second else None,
+        loss=float(status.loss) if status.loss else None,
+        non_finite=int(_holds(status, "NonFinite")),
+        checkpoint_failed=int(_holds(status, "CheckpointFailed")) if saves else None,
+        last_checkpoint_timestamp_seconds=max(known, default=None) if saves else None,
+        does_not_fit=_told(status, "DoesNotFit"),
+        fits_with_offload=_told(status, "FitsWithOffload"),
+        memory_copy_step=status.memory_copy_step,
+        memory_copy_timestamp_seconds=parse_time(status.memory_copy_time),
+        memory_copy_bytes=status.memory_copy_bytes,
+        paid_worker_seconds=counted.paid if counted is not None else None,
+        committed_worker_seconds=counted.committed if counted is not None else None,
+    )
+
+
+def _holds(status: JobStatus, kind: ConditionType) -> bool:
+    condition = status.condition(kind)
+    return condition is not None and condition.status == "True"
+
+
+def _told(status: JobStatus, kind: ConditionType) -> int | None:
+    """The same of a condition that is there once it has something to say."""
+    return None if status.condition(kind) is None else int(_holds(status, kind))
 
 
 class Metrics:

@@ -93,6 +93,32 @@ def test_a_job_is_admitted_in_part_evicted_with_a_checkpoint_and_admitted_again(
     play(tmp_path, story)
 
 
+@pytest.mark.slow
+def test_a_pod_webhook_that_is_down_keeps_no_job_from_asking_for_quota_or_giving_it_back(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        install(stage)
+        stage.start("--kueue")
+        await stage.watching()
+        said = "failed calling webhook"
+        fault = stage.server.inject(Fault(code=500, message=said, verb="create", resource="pods", times=None))
+        stage.server.add(labelled())
+        await stage.until(lambda: workloads(stage))
+        await stage.until(lambda: stage.condition("digits", "Progressing").get("reason") == "CreationRefused")
+        assert said in stage.condition("digits", "Progressing")["message"]
+        assert stage.condition("digits", "Allocated")["reason"] == "WaitsForKueue"
+        stage.change("digits", suspend=True)
+        await stage.until(lambda: not workloads(stage))
+        assert fault.hits >= 3
+        stage.server.heal()
+        await stage.until(lambda: stage.condition("digits", "Progressing").get("reason") == "Suspended")
+        stage.change("digits", suspend=False)
+        (workload,) = await stage.until(lambda: workloads(stage))
+        answer(stage, workload, admitted)
+        await stage.until(lambda: stage.trains("digits"))
+
+    play(tmp_path, story)
+
+
 def test_an_elastic_job_grows_and_shrinks_without_leaving(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         install(stage)

@@ -34,8 +34,8 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.wording import Metric
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Pod, format_time
-from virtualflow_operator.controllers.job_controller import sample
 from virtualflow_operator.jobs.actions import JobPlan
+from virtualflow_operator.observability import sample
 
 FOUND = NonFinite("loss", "NaN", 41)
 
