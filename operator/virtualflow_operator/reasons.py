@@ -27,6 +27,7 @@ PROTOCOL_MISMATCH = "ProtocolMismatch"
 # Degraded
 AS_WANTED = "AsWanted"
 FEWER_WORKERS = "FewerWorkers"
+CERTIFICATES_LATE = "CertificatesLate"
 # Suspended
 SUSPENDING = "Suspending"
 SUSPENDED = "Suspended"

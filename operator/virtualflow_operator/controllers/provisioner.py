@@ -96,26 +96,34 @@ class Provisioner:
         return known
 
     async def issue_all(self, job: Job, issues: Sequence[IssueIdentity]) -> None:
-        """Give pods the Secrets with their identities."""
+        """Give pods the Secrets with their identities.
+
+        Raises:
+            ApiError: the first, when each pod's was tried.
+        """
+        errors: list[ApiError] = []
         for first in range(0, len(issues), _POD_BATCH):
             await asyncio.gather(
-                *(self._issue(job, each.pod, each.renew) for each in issues[first : first + _POD_BATCH])
+                *(self._issue(job, each.pod, each.renew, errors) for each in issues[first : first + _POD_BATCH])
             )
+        if errors:
+            raise errors[0]
 
-    async def _issue(self, job: Job, pod: Pod, renew: bool) -> None:
+    async def _issue(self, job: Job, pod: Pod, renew: bool, errors: list[ApiError]) -> None:
         now = time.time()
         role: Role = "coordinator" if pod.role == COORDINATOR else "worker"
         files = self._issuer.files_of(Party(job.uid, role, pod.name, pod.uid), now)
         secret = manifests.identity_secret(job, pod, files)
-        try:
-            if renew:
-                await self._api.replace(SECRETS, job.namespace, pod.identity, secret)
-        except NotFound:
-            renew = False
-        if not renew:
-            # One that is there already is this pod's: no other has a Secret of that name.
-            await ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)
-        self._issued.setdefault(job.uid, {})[pod.uid] = now
+        with keeping(errors):
+            try:
+                if renew:
+                    await self._api.replace(SECRETS, job.namespace, pod.identity, secret)
+            except NotFound:
+                renew = False
+            if not renew:
+                # One that is there already is this pod's: no other has a Secret of that name.
+                await ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)
+            self._issued.setdefault(job.uid, {})[pod.uid] = now
 
     async def check(self, job: Job, action: CheckTemplates) -> TemplateVerdict:
         """Have the API server look at the templates without storing anything."""
@@ -200,7 +208,9 @@ class Provisioner:
                 refusal = result.message
             else:
                 unexpected = result
-        await self.issue_all(job, [IssueIdentity(pod, renew=False) for pod in born if pod.identity])
+        errors: list[ApiError] = []
+        with keeping(errors):
+            await self.issue_all(job, [IssueIdentity(pod, renew=False) for pod in born if pod.identity])
         if taken:
             await self.refresh(key)
             strangers = set(taken) - {pod.name for pod in self._store.pods_of(key)}
@@ -208,6 +218,8 @@ class Provisioner:
                 refusal = f"a pod {min(strangers)} without this job's labels is in the way; delete it or rename the job"
         if unexpected is not None:
             raise unexpected
+        if errors:
+            raise errors[0]
         return refusal
 
     async def refresh(self, key: Key) -> None:

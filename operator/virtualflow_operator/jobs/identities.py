@@ -6,11 +6,11 @@ started replaces none too early. A pod that is made meanwhile has a later one, a
 
 from __future__ import annotations
 
-from virtualflow_operator.api import CertificateStatus, Pod, format_time, parse_time
+from virtualflow_operator.api import CertificateStatus, JobStatus, Pod, format_time, parse_time
 from virtualflow_operator.jobs.actions import Draft, IssueIdentity
 from virtualflow_operator.jobs.manifests import identity_name
 from virtualflow_operator.jobs.scene import JobFacts
-from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.settings import DELIVERY, OperatorSettings
 
 
 def in_plaintext(facts: JobFacts) -> bool:
@@ -43,7 +43,7 @@ def name_identity(facts: JobFacts, pod: str) -> str:
 
 def issue_identities(facts: JobFacts, draft: Draft) -> None:
     """See to it that each pod has an identity, and a new one in time."""
-    pods = [pod for pod in facts.scene.pods if pod.identity and pod.owner == facts.job.uid and pod.live]
+    pods = _holders(facts)
     if not pods:
         return
     issued, known = facts.scene.issued, draft.status.certificates
@@ -61,6 +61,30 @@ def issue_identities(facts: JobFacts, draft: Draft) -> None:
         draft.amend(certificates=known)
     if known is not None:
         draft.wake(parse_time(known.renewal_time))
+        draft.wake(_late_at(known))
+
+
+def _holders(facts: JobFacts) -> list[Pod]:
+    return [pod for pod in facts.scene.pods if pod.identity and pod.owner == facts.job.uid and pod.live]
+
+
+def _late_at(known: CertificateStatus) -> float | None:
+    """When certificates that are not replaced are late; in time they take a moment."""
+    renewal = parse_time(known.renewal_time)
+    return None if renewal is None else renewal + DELIVERY
+
+
+def describe_late_renewal(facts: JobFacts, status: JobStatus) -> str:
+    """What is the matter with certificates that are to be replaced for some minutes, in sentences; else empty."""
+    known = status.certificates
+    late_at = None if known is None else _late_at(known)
+    if known is None or late_at is None or facts.now < late_at or not _holders(facts):
+        return ""
+    why = facts.scene.failure or "the API server does not take them"
+    return (
+        f"Since {known.renewal_time} the pods have got no new certificates: {why.rstrip('.')}. The first of the "
+        f"present ones expires at {known.expiry_time}; then pods refuse each other, and nothing replaces a lost one."
+    )
 
 
 def _lacks(pod: Pod, issued: float | None, oldest: float | None) -> bool:

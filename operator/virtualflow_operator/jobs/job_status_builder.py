@@ -30,6 +30,7 @@ from virtualflow_operator.api import (
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs.conditions import Aspect, shown_loss, training_health, with_conditions
 from virtualflow_operator.jobs.coordinators import unheard
+from virtualflow_operator.jobs.identities import describe_late_renewal
 from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited, refused_creation, refused_template
 from virtualflow_operator.jobs.pod_classification import PodClassification
@@ -292,6 +293,8 @@ def _degraded(facts: JobFacts, status: JobStatus, ready: int, begun: bool) -> As
             return ("Degraded", "True", *hindrance)
         if slow:
             return ("Degraded", "Unknown", reasons.STARTING, slow)
+    if late := describe_late_renewal(facts, status):  # which ends the training, and fewer workers do not
+        return ("Degraded", "True", reasons.CERTIFICATES_LATE, late)
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
     causes = (_why_not(worker.pod, facts) for worker in facts.pods.workers)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from fake_api import Fault
 from stage import KEY, NAMESPACE, SECONDS, Stage, play
 
 from virtualflow.protocol.certificates import Party
@@ -17,7 +18,7 @@ from virtualflow.protocol.identity import Credential, Identity, IssuedIdentity
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, WORKER
 from virtualflow_operator.controllers.issuer import Issuer, fingerprint
-from virtualflow_operator.k8s.client import SECRETS, Object
+from virtualflow_operator.k8s.client import PODS, SECRETS, Object
 from virtualflow_operator.settings import DELIVERY, CertificateSettings
 
 OFTEN = CertificateSettings(lifetime=DELIVERY + 2.0, renewal=2.0)
@@ -129,6 +130,28 @@ def test_certificates_are_replaced_while_a_job_trains(tmp_path: Path) -> None:
         stage.change("digits", suspend=True)
         await stage.until(lambda: stage.status("digits")["phase"] == "Suspended")
         assert {"certificates", "plaintext"}.isdisjoint(stage.status("digits"))
+
+    play(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_workers_are_replaced_while_no_certificate_can_be(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        fault = Fault(code=403, message="policy pinned", verb="update", resource="secrets", times=None)
+        stage.server.inject(fault)
+        stage.start(certificates=OFTEN, queue__backoff_first=0.1, queue__backoff_most=0.5)
+        stage.apply("digits")
+        await stage.until(lambda: fault.hits >= 3)
+        await stage.until(lambda: stage.trains("digits"))
+        (lost, *_) = stage.pods("digits", WORKER)
+        stage.server.remove(PODS, NAMESPACE, lost["metadata"]["name"])
+        uid = lost["metadata"]["uid"]
+        await stage.until(
+            lambda: stage.trains("digits") and uid not in {pod["metadata"]["uid"] for pod in stage.pods("digits")}
+        )
+        stage.server.heal()
+        shown = stage.status("digits")["certificates"]
+        await stage.until(lambda: stage.status("digits")["certificates"] != shown)
 
     play(tmp_path, story)
 

@@ -16,7 +16,7 @@ from virtualflow_operator.api.objects import Job, read_job, read_pod
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, IssueIdentity, JobPlan
 from virtualflow_operator.jobs.manifests import hash_templates
-from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.settings import DELIVERY, OperatorSettings
 
 LIFE, RENEWAL = SETTINGS.certificates.lifetime, SETTINGS.certificates.renew_after
 KEYS = ("0123abcd",)
@@ -43,9 +43,14 @@ def made(job: Job, *, identity: str = "the-secret", **facts: Any) -> tuple[Pod, 
 
 
 def plan_of(
-    raw: Spec, *pods: Pod, settings: OperatorSettings = OURS, issued: Mapping[str, float] | None = None
+    raw: Spec,
+    *pods: Pod,
+    settings: OperatorSettings = OURS,
+    issued: Mapping[str, float] | None = None,
+    **facts: Any,
 ) -> JobPlan:
-    stage = Stage(raw, list(pods), Service("10.0.0.1", 0), nodes(*pods), None, settings=settings, issued=issued or {})
+    service, given = Service("10.0.0.1", 0), issued or {}
+    stage = Stage(raw, list(pods), service, nodes(*pods), None, settings=settings, issued=given, **facts)
     return stage.decide()
 
 
@@ -119,6 +124,30 @@ def test_one_pass_gives_each_pod_what_it_needs_and_the_next_one_comes_to_rest(
 
 def _written(status: CertificateStatus) -> Spec:
     return {"renewalTime": status.renewal_time, "expiryTime": status.expiry_time, "keys": list(status.keys)}
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["as many workers as are wanted", "too few"])
+def test_certificates_that_cannot_be_replaced_are_said_to_be_late_while_workers_train(replicas: int) -> None:
+    def degraded(late: float, **facts: Any) -> tuple[str, str, str]:
+        status = certificates(NOW - RENEWAL - late) | {"readyReplicas": 1, "trainingTime": format_time(NOW - 60)}
+        raw = certified(status, replicas=replicas)
+        plan = plan_of(raw, *made(read_job(raw)), **facts)
+        assert plan.wake_at is not None or late >= DELIVERY
+        assert len(issues(plan)) == (2 if late >= 0 else 0)
+        condition = plan.status.condition("Degraded")
+        assert condition is not None
+        return condition.status, condition.reason, condition.message
+
+    present = ("False", "AsWanted") if replicas == 1 else ("True", "FewerWorkers")
+    assert degraded(-9.0)[:2] == present
+    assert degraded(DELIVERY - 1)[:2] == present
+    told, reason, message = degraded(DELIVERY + 1, failure="secrets is forbidden: policy pinned.")
+    assert (told, reason) == ("True", "CertificatesLate")
+    assert "no new certificates: secrets is forbidden: policy pinned. The first" in message
+    assert f"expires at {format_time(NOW - DELIVERY - 1 - RENEWAL + LIFE)};" in message
+    raw = certified(certificates(NOW - 2 * LIFE), replicas=replicas)
+    gone = plan_of(raw).status.condition("Degraded")
+    assert gone is None or gone.reason != "CertificatesLate", "no pod has them"
 
 
 # --- in plaintext -----------------------------------------------------------------------------------------------------
