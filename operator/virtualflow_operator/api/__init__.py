@@ -32,6 +32,7 @@ from virtualflow_operator.api.objects import (
     Service,
     Standing,
     format_time,
+    identity_prefix,
     parse_time,
     read_foreign_pod,
     read_job,

@@ -262,7 +262,7 @@ def read_pod(body: Object) -> Pod:
         ground=labels.get(LABEL_CAPACITY, ""),
         kind=labels.get(LABEL_KIND, ""),
         host=annotations.get(ANNOTATION_HOST, ""),
-        identity=_identity(volumes),
+        identity=_identity(metadata["name"], volumes),
         takes_turns=any(volume.get("name") == TURNS_VOLUME for volume in volumes),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
         template=annotations.get(ANNOTATION_TEMPLATE, ""),
@@ -304,11 +304,20 @@ def _name_of_worker(body: Object) -> str:
     return name
 
 
-def _identity(volumes: list[Object]) -> str:
-    """The Secret of a pod's identity; the first source of its volume is it."""
+def identity_prefix(pod: str) -> str:
+    """How the names of Secrets begin that can be the identity of a pod of that name."""
+    return f"{pod}-identity-"
+
+
+def _identity(pod: str, volumes: list[Object]) -> str:
+    """The Secret of a pod's identity; the first source of its volume is it.
+
+    Anybody may make a pod that names another's Secret, and what is named here is overwritten.
+    """
     found = next((volume for volume in volumes if volume.get("name") == IDENTITY_VOLUME), {})
     sources = (found.get("projected") or {}).get("sources") or [{}]
-    return str((sources[0].get("secret") or {}).get("name") or "")
+    named = str((sources[0].get("secret") or {}).get("name") or "")
+    return named if named.startswith(identity_prefix(pod)) else ""
 
 
 def _called(body: Object) -> str:

@@ -6,9 +6,9 @@ started replaces none too early. A pod that is made meanwhile has a later one, a
 
 from __future__ import annotations
 
-from virtualflow_operator.api import CertificateStatus, JobStatus, Pod, format_time, parse_time
+from virtualflow_operator.api import CertificateStatus, Job, JobStatus, Pod, format_time, identity_prefix, parse_time
 from virtualflow_operator.jobs.actions import Draft, IssueIdentity
-from virtualflow_operator.jobs.manifests import identity_name
+from virtualflow_operator.jobs.manifests import hash_of
 from virtualflow_operator.jobs.scene import JobFacts
 from virtualflow_operator.settings import DELIVERY, OperatorSettings
 
@@ -18,10 +18,10 @@ def in_plaintext(facts: JobFacts) -> bool:
     job = facts.job
     if job.status.plaintext is not None:
         return job.status.plaintext
-    present = [pod for pod in facts.scene.pods if pod.owner == job.uid and pod.live]
-    if present:
-        return not any(pod.identity for pod in present)
-    # An operator that has a coordinator and says nothing of it knew of no certificates.
+    if _holders(facts):
+        return False
+    # An operator that has a coordinator and says nothing of it knew of no certificates. A pod without any says nothing:
+    # anybody may have made it, so that the job begins in plaintext.
     return job.status.coordinator is not None or facts.spec.security.plaintext
 
 
@@ -34,6 +34,11 @@ def refuse_plaintext(facts: JobFacts) -> str:
         "spec.security.plaintext is not allowed here: remove it, or have whoever runs the cluster set the chart's "
         "value jobs.allowPlaintext"
     )
+
+
+def identity_name(job: Job, pod: str, now: float) -> str:
+    """The name of the Secret with the identity of a pod that is made now; no other pod of that name has the same."""
+    return f"{identity_prefix(pod)}{hash_of([job.uid, pod, now])[:8]}"
 
 
 def name_identity(facts: JobFacts, pod: str) -> str:

@@ -114,11 +114,6 @@ def coordinator_name(job: Job) -> str:
     return f"{job.name}-{COORDINATOR}"
 
 
-def identity_name(job: Job, pod: str, now: float) -> str:
-    """The name of the Secret with the identity of a pod that is made now; no other pod of that name has the same."""
-    return f"{pod}-identity-{hash_of([job.uid, pod, now])[:8]}"
-
-
 def worker_name(job: Job, group: WorkerGroup, ordinal: int) -> str:
     return f"{job.name}-{group.name}-{ordinal}"
 

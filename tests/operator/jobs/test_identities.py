@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import NOW, SETTINGS, Spec, Stage, accepted, body, nodes
+from scenes import NOW, SETTINGS, Spec, Stage, accepted, body, nodes, worker
 
 from virtualflow_operator.api import CertificateStatus, Pod, Service, format_time, parse_time
 from virtualflow_operator.api.objects import Job, read_job, read_pod
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, IssueIdentity, JobPlan
+from virtualflow_operator.jobs.identities import identity_name
 from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.settings import DELIVERY, OperatorSettings
 
@@ -29,12 +30,14 @@ def certified(status: Spec | None = None, **spec: Any) -> Spec:
     return begun | {"status": begun["status"] | {"plaintext": False} | (status or {})}
 
 
-def made(job: Job, *, identity: str = "the-secret", **facts: Any) -> tuple[Pod, Pod]:
+def made(job: Job, **facts: Any) -> tuple[Pod, Pod]:
     """Its coordinator and its worker, with identities."""
     group = job.spec.worker_groups[0]
+    names = (f"{job.name}-coordinator-0", manifests.worker_name(job, group, 0))
+    first, second = (identity_name(job, name, NOW - 90) for name in names)
     pods = [
-        manifests.coordinator_pod(job, 0, OURS, identity),
-        manifests.worker_pod(job, group, 0, "10.0.0.1", OURS, identity),
+        manifests.coordinator_pod(job, 0, OURS, first),
+        manifests.worker_pod(job, group, 0, "10.0.0.1", OURS, second),
     ]
     read = [read_pod(pod | {"metadata": pod["metadata"] | {"uid": uid}}) for pod, uid in zip(pods, "cw", strict=True)]
     known = {"phase": "Running", "node": "node-0", "ip": "10.1.0.1", "created": NOW - 90} | facts
@@ -91,6 +94,16 @@ def test_which_pods_get_an_identity(
     if status:
         known = read_job(raw).status.certificates
         assert (plan.status.certificates == known) or not expected, "not before it is done"
+
+
+@pytest.mark.parametrize("named", ["somebody-elses-tls", "digits-workers-10-identity-0", "digits-workers-0"])
+def test_a_secret_that_is_not_the_pods_is_left_alone(named: str) -> None:
+    raw = certified(replicas=1)
+    coordinator, _ = made(read_job(raw))
+    job = read_job(raw)
+    pod = manifests.worker_pod(job, job.spec.worker_groups[0], 0, "10.0.0.1", OURS, named)
+    stranger = read_pod(pod | {"metadata": pod["metadata"] | {"uid": "w"}})
+    assert issues(plan_of(raw, coordinator, stranger)) == {"c": True}
 
 
 @given(
@@ -185,6 +198,13 @@ def test_a_job_keeps_what_it_began_with(raw: Spec, plaintext: bool) -> None:
     assert told == (plaintext and raw["status"].get("coordinator") is None)
 
 
+def test_a_strangers_pod_does_not_let_it_begin_in_plaintext() -> None:
+    raw = fresh()
+    stranger = worker(read_job(raw))
+    assert stranger.identity == ""
+    assert plan_of(raw, stranger).status.plaintext is False
+
+
 def test_a_suspension_lets_it_begin_anew() -> None:
     raw = accepted(body(suspend=True))
     plan = plan_of(raw, settings=OURS)
@@ -241,7 +261,7 @@ def test_an_identity_is_mounted_in_the_container_that_trains_alone(group: Spec, 
 def test_the_secret_of_an_identity_goes_with_its_pod() -> None:
     raw = certified(replicas=1)
     job = read_job(raw)
-    for pod in made(job, identity="digits-workers-0-identity-00000000"):
+    for pod in made(job):
         secret = manifests.identity_secret(job, pod, {"identity.pem": b"key"})
         (owner,) = secret["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["name"], owner["uid"]) == ("Pod", pod.name, pod.uid)
@@ -251,5 +271,5 @@ def test_the_secret_of_an_identity_goes_with_its_pod() -> None:
 @given(st.integers(0, 1_000), st.integers(0, 1_000))
 def test_a_later_pod_of_the_same_name_has_another_secret(first: int, second: int) -> None:
     job = read_job(body())
-    names = {manifests.identity_name(job, "digits-workers-0", NOW + at) for at in (first, second)}
+    names = {identity_name(job, "digits-workers-0", NOW + at) for at in (first, second)}
     assert len(names) == (1 if first == second else 2)
