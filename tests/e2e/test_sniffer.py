@@ -32,7 +32,7 @@ def test_who_hears_every_packet_between_nodes_learns_nothing(
     if os.geteuid() != 0 or not any(name.startswith("veth") for _, name in socket.if_nameindex()):
         pytest.skip("it needs root on the machine of the nodes, with the pods' interfaces")
     secrets: dict[str, bytes] = {}
-    sniffer = Sniffer(interface="veth")
+    sniffer = Sniffer(interface="veth*")
     try:
         job = start(spread(script("heard", training(1_500, 0.05, SING), replicas=2)))
         job.wait_training(2, STARTS)

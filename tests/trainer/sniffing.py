@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,6 +61,8 @@ OUTGOING = 4
 """PACKET_OUTGOING: on a loopback each packet is heard as it goes and as it comes."""
 _BUFFER, _STATISTICS = (socket.SOL_SOCKET, 33), (263, 6)
 """SO_RCVBUFFORCE, and PACKET_STATISTICS of SOL_PACKET."""
+_ALL = 3
+"""ETH_P_ALL: packets of each protocol."""
 
 
 class Sniffer:
@@ -66,27 +70,30 @@ class Sniffer:
 
     Args:
         namespace: of the network; empty: this machine's own.
-        interface: how the names of the interfaces begin.
+        interface: its name; with a star behind it, how the names of all begin, those to come too.
     """
 
     def __init__(self, namespace: str = "", interface: str = "lo") -> None:
         self._flows: dict[bytes, bytearray] = defaultdict(bytearray)
-        self._interface = interface
+        self._beginning = interface.rstrip("*")
         self.dropped = 0
         """Packets that came faster than they were heard."""
         with ThreadPoolExecutor(1) as insider:
             if namespace:
                 insider.submit(enter, namespace).result()
-            self._socket = insider.submit(socket.socket, socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3)).result()
+            self._socket = insider.submit(socket.socket, socket.AF_PACKET, socket.SOCK_RAW, 0).result()
         self._socket.setsockopt(*_BUFFER, 1 << 28)
         self._socket.settimeout(0.2)
-        self._over = threading.Event()
+        self._grace = 0.0
+        self._socket.bind(("" if interface.endswith("*") else interface, _ALL))
+        self._over = math.inf
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
 
-    def close(self) -> None:
-        """Hear no more."""
-        self._over.set()
+    def close(self, grace: float = 10.0) -> None:
+        """Hear no more; what was sent before is heard, for so many seconds at most if others go on to send."""
+        self._grace = grace
+        self._over = time.monotonic()
         self._thread.join()
         _, self.dropped = struct.unpack("II", self._socket.getsockopt(*_STATISTICS, 8))
         self._socket.close()
@@ -103,11 +110,13 @@ class Sniffer:
             try:
                 packet, address = self._socket.recvfrom(1 << 18)
             except TimeoutError:
-                if self._over.is_set():
+                if time.monotonic() > self._over:
                     return
                 continue
-            if address[2] != OUTGOING and address[0].startswith(self._interface):
+            if address[2] != OUTGOING and address[0].startswith(self._beginning):
                 self._keep(packet[14:])
+            if time.monotonic() > self._over + self._grace:
+                return
 
     def _keep(self, packet: bytes) -> None:
         if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +114,31 @@ class Job:
             if found["key"] not in self.secrets.values():
                 who = f"{path.parent.name} {len(self.secrets)}"
                 self.secrets |= {f"{what} of {who}": secret for what, secret in found.items()}
+
+
+def test_ears_close_while_others_go_on_to_send(namespace: str) -> None:
+    silence = threading.Event()
+
+    def send() -> None:
+        enter(namespace)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            while not silence.wait(0.001):
+                sender.sendto(b"noise", ("127.0.0.1", 9))
+
+    sniffer = Sniffer(namespace)
+    talking = threading.Thread(target=send)
+    closing = threading.Thread(target=sniffer.close, args=(0.1,))
+    talking.start()
+    try:
+        while not sniffer.hears(b"noise"):
+            time.sleep(0.01)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+    finally:
+        silence.set()
+        talking.join()
+        closing.join()
 
 
 @pytest.mark.parametrize(
