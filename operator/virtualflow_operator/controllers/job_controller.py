@@ -286,10 +286,12 @@ class JobController:
             again = await self._change(key, job, plan, memory)
         # Nothing waits for these: a webhook that is down keeps no job from its queue, and no lost worker from being
         # replaced.
-        mounts = any(pod.lacks_config for pod in self._store.pods_of(key))
-        if mounts or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
+        missing = any(pod.lacks_config for pod in self._store.pods_of(key))
+        # Of a volume that cannot be mounted, a pod's status says nothing.
+        missing = missing or any(isinstance(action, ReadEvents) for action in plan.actions)
+        if missing or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
             with keeping(errors):
-                await self._provisioner.support(job, missing=mounts)
+                await self._provisioner.support(job, missing=missing)
         if issues := [action for action in plan.actions if isinstance(action, IssueIdentity)]:
             again = 0.0
             with keeping(errors):

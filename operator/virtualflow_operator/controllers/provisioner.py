@@ -114,16 +114,19 @@ class Provisioner:
         role: Role = "coordinator" if pod.role == COORDINATOR else "worker"
         files = self._issuer.files_of(Party(job.uid, role, pod.name, pod.uid), now)
         secret = manifests.identity_secret(job, pod, files)
+        issued = self._issued.setdefault(job.uid, {})
         with keeping(errors):
-            try:
-                if renew:
+            if renew:
+                with contextlib.suppress(NotFound):
                     await self._api.replace(SECRETS, job.namespace, pod.identity, secret)
-            except NotFound:
-                renew = False
-            if not renew:
-                # One that is there already is this pod's: no other has a Secret of that name.
-                await ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)
-            self._issued.setdefault(job.uid, {})[pod.uid] = now
+                    issued[pod.uid] = now
+                    return
+            try:
+                await self._api.create(SECRETS, job.namespace, secret)
+            except AlreadyExists:
+                # It is this pod's, for no other has a Secret of that name, and may be as old as the last one issued.
+                now = issued.get(pod.uid, now)
+            issued[pod.uid] = now
 
     async def check(self, job: Job, action: CheckTemplates) -> TemplateVerdict:
         """Have the API server look at the templates without storing anything."""
@@ -233,7 +236,7 @@ class Provisioner:
         """See to Secret, disruption budget and network policy, once; why not, if one of them cannot be made.
 
         Args:
-            missing: whether a pod lacks something that it names: the Secret, perhaps.
+            missing: whether a pod may lack something that it names: the Secret, perhaps.
         """
         seen_to = self._supported.get(job.uid)
         if seen_to is not None and not (missing and time.monotonic() > seen_to + _SECRET_RETRY):

@@ -26,7 +26,7 @@ class CheckTemplates:
 
 @dataclass(frozen=True)
 class ReadEvents:
-    """Find out from its events why a pod does not start."""
+    """Find out from its events why a pod does not start, and make the job's token again if it is gone."""
 
     pod: str
     uid: str

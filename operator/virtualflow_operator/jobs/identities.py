@@ -6,6 +6,8 @@ started replaces none too early. A pod that is made meanwhile has a later one, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from virtualflow_operator.api import CertificateStatus, Job, JobStatus, Pod, format_time, identity_prefix, parse_time
 from virtualflow_operator.jobs.actions import Draft, IssueIdentity
 from virtualflow_operator.jobs.manifests import hash_of
@@ -67,6 +69,13 @@ def issue_identities(facts: JobFacts, draft: Draft) -> None:
     if known is not None:
         draft.wake(parse_time(known.renewal_time))
         draft.wake(_late_at(known))
+
+
+def restore_identities(facts: JobFacts, draft: Draft, pods: Iterable[Pod]) -> None:
+    """Make the identities of pods again whose Secrets may be gone; one that is there stays."""
+    given = {action.pod.uid for action in draft.actions if isinstance(action, IssueIdentity)}
+    wanted = {pod.uid for pod in pods} - given
+    draft.actions += [IssueIdentity(pod, renew=False) for pod in _holders(facts) if pod.uid in wanted]
 
 
 def _holders(facts: JobFacts) -> list[Pod]:

@@ -16,7 +16,7 @@ from virtualflow_operator.api import Node, Object, Standing, format_time, parse_
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import FAILED_GRACE, LINGER_GRACE, CheckTemplates, CreatePod, Draft, ReadEvents
-from virtualflow_operator.jobs.identities import name_identity
+from virtualflow_operator.jobs.identities import name_identity, restore_identities
 from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
 from virtualflow_operator.jobs.scene import JobFacts
@@ -85,12 +85,19 @@ def _add_unknown(pod: Object, template: Object) -> None:
 
 
 def look_into_pods(facts: JobFacts, draft: Draft) -> None:
-    """Read the events of a pod that should have started, one at a time: all wait for the same, most likely."""
-    for pod in (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers)):
+    """Read the events of a pod that should have started, one at a time: all wait for the same, most likely.
+
+    What it waits for may be a Secret of the job that somebody has deleted, so these are made again.
+    """
+    pods = (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers))
+    for pod in pods:
         if facts.overdue(pod):
             known = facts.scene.events.get(pod.uid)
             if known is None or facts.now >= known.read_at + facts.settings.events_retry:
                 draft.actions.append(ReadEvents(pod.name, pod.uid))
+                # While images are pulled, all is well with the others.
+                amiss = known is not None and (known.warning or not known.said)
+                restore_identities(facts, draft, filter(facts.overdue, pods if amiss else (pod,)))
             else:
                 draft.wake(known.read_at + facts.settings.events_retry)
             return

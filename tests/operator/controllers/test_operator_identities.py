@@ -193,6 +193,31 @@ def test_a_pod_whose_secret_was_not_made_gets_it_from_the_next_operator(tmp_path
     play(tmp_path, story)
 
 
+@pytest.mark.slow
+def test_secrets_that_somebody_deletes_are_made_again_for_pods_that_do_not_start(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.kubelet.unmounted.add("digits")
+        stage.start(startup_patience=0.5, events_retry=0.5)
+        stage.apply("digits")
+        await stage.until(lambda: len(stage.workers("digits")) == 2 and len(_identities(stage)) == 3)
+        for secret in _identities(stage):
+            if COORDINATOR not in secret["metadata"]["name"]:
+                stage.server.remove(SECRETS, NAMESPACE, secret["metadata"]["name"])
+        stage.kubelet.unmounted.clear()
+        await stage.until(lambda: stage.trains("digits"))
+        (lost,) = (pod["metadata"] for pod in stage.pods("digits", COORDINATOR))
+        stage.server.remove(SECRETS, NAMESPACE, stage.secret("digits")["metadata"]["name"])
+        stage.server.remove(PODS, NAMESPACE, lost["name"])
+        await stage.until(
+            lambda: any(
+                pod["status"]["phase"] == "Running" and pod["metadata"]["uid"] != lost["uid"]
+                for pod in stage.pods("digits", COORDINATOR)
+            )
+        )
+
+    play(tmp_path, story)
+
+
 def _identities(stage: Stage) -> list[Object]:
     return [secret for secret in stage.server.all(SECRETS, NAMESPACE) if "-identity-" in secret["metadata"]["name"]]
 

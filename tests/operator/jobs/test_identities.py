@@ -17,6 +17,7 @@ from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, IssueIdentity, JobPlan
 from virtualflow_operator.jobs.identities import identity_name
 from virtualflow_operator.jobs.manifests import hash_templates
+from virtualflow_operator.jobs.scene import PodEvent
 from virtualflow_operator.settings import DELIVERY, OperatorSettings
 
 LIFE, RENEWAL = SETTINGS.certificates.lifetime, SETTINGS.certificates.renew_after
@@ -40,7 +41,7 @@ def made(job: Job, **facts: Any) -> tuple[Pod, Pod]:
         manifests.worker_pod(job, group, 0, "10.0.0.1", OURS, second),
     ]
     read = [read_pod(pod | {"metadata": pod["metadata"] | {"uid": uid}}) for pod, uid in zip(pods, "cw", strict=True)]
-    known = {"phase": "Running", "node": "node-0", "ip": "10.1.0.1", "created": NOW - 90} | facts
+    known = {"phase": "Running", "node": "node-0", "ip": "10.1.0.1", "created": NOW - 9} | facts
     coordinator, worker = (dataclasses.replace(pod, **known) for pod in read)
     return coordinator, worker
 
@@ -137,6 +138,28 @@ def test_one_pass_gives_each_pod_what_it_needs_and_the_next_one_comes_to_rest(
 
 def _written(status: CertificateStatus) -> Spec:
     return {"renewalTime": status.renewal_time, "expiryTime": status.expiry_time, "keys": list(status.keys)}
+
+
+AGAIN = NOW - SETTINGS.events_retry
+MOUNT = 'FailedMount: MountVolume.SetUp failed for volume "virtualflow-identity" : secret "x" not found'
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        pytest.param(None, {"c"}, id="not looked into yet"),
+        pytest.param(PodEvent(AGAIN, MOUNT, warning=True), {"c", "w"}, id="a volume"),
+        pytest.param(PodEvent(AGAIN), {"c", "w"}, id="nobody knows"),
+        pytest.param(PodEvent(AGAIN, "Pulling: the image"), {"c"}, id="an image is pulled"),
+        pytest.param(PodEvent(AGAIN + 1, MOUNT, warning=True), set(), id="just looked into"),
+    ],
+)
+def test_a_pod_that_does_not_start_is_given_its_identity_again(event: PodEvent | None, expected: set[str]) -> None:
+    raw = certified(certificates(NOW - 90), replicas=1)
+    pods = made(read_job(raw), phase="Pending", created=NOW - 90)
+    events = {} if event is None else {"c": event}
+    plan = plan_of(raw, *pods, issued={"c": NOW - 90, "w": NOW - 90}, events=events)
+    assert issues(plan) == dict.fromkeys(expected, False)
 
 
 @pytest.mark.parametrize("replicas", [1, 2], ids=["as many workers as are wanted", "too few"])
