@@ -60,3 +60,18 @@ def test_no_confirmed_end_is_forgotten_while_others_wait_for_it() -> None:
     job.decide()
     assert job.state.proposed is not None
     assert [member.worker for member in job.state.proposed.members] == ["w0"]
+
+
+def test_who_trains_alone_and_falls_silent_is_told_to_be_silent_though_its_connection_stands() -> None:
+    """Of a machine without power nothing closes connections, and its node's state tells what its silence is."""
+    world = running_world(1)
+    (worker,) = world.workers.values()
+    worker.hung = True
+    news = world.state.news
+    world.settle(2 * world.state.settings.heartbeat_limit)
+    assert [(one.state, one.first, one.last) for one in world.status().workers] == [("silent", 0, 4)]
+    assert world.state.news > news, "whoever watches is told at once"
+    assert world.status().lost == ()
+    worker.hung = False
+    world.settle(1.0)
+    assert [one.state for one in world.status().workers] == ["training"]

@@ -42,10 +42,19 @@ def decide(state: JobState, now: float) -> float | None:
     _relay(state)
     members = {x.incarnation for plan in state.newest for x in plan.members}
     state.roster.prune(members, lambda incarnation: state.roster.contacts[incarnation].waits_for_release)
+    _note_silence(state, now)
     cluster, settings = state.snapshot(), state.settings
     times = [wake_at, membership.next_limit(now, cluster, settings), membership.build_ends(cluster, settings)]
     # A limit that has passed was taken into account above: to wake for it again would be a busy loop.
     return min((t for t in times if t is not None and t > now), default=None)
+
+
+def _note_silence(state: JobState, now: float) -> None:
+    limit, workers = state.settings.heartbeat_limit, state.roster.workers.items()
+    silent = frozenset(i for i, worker in workers if worker.connected and now - worker.last_heard >= limit)
+    if silent != state.silent:
+        state.silent = silent
+        state.note_news()
 
 
 def _end_build(state: JobState, now: float) -> None:

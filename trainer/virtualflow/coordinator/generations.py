@@ -178,6 +178,9 @@ def note_return(state: JobState, worker: Worker, now: float) -> None:
     quiet = state.settings.heartbeat_limit / 2
     if worker.connected and now - worker.last_heard < quiet:
         return  # nearly always, at once
+    if worker.incarnation in state.silent:
+        state.silent -= {worker.incarnation}
+        state.note_news()
     cluster = state.snapshot()
     if worker not in cluster.training:
         return

@@ -122,7 +122,7 @@ def _worker(
     state: http_api.WorkerState = "starting"
     if worker.done:
         state = "done"
-    elif not worker.connected:
+    elif not worker.connected or incarnation in job.silent:
         state = "silent"
     elif worker.draining:
         state = "draining"
