@@ -92,9 +92,10 @@ def describe_late_renewal(facts: JobFacts, status: JobStatus) -> str:
     """What is the matter with certificates that are to be replaced for some minutes, in sentences; else empty."""
     known = status.certificates
     late_at = None if known is None else _late_at(known)
-    if known is None or late_at is None or facts.now < late_at or not _holders(facts):
+    # Without a failure nobody has tried yet: the operator has just started.
+    why = facts.scene.failure
+    if known is None or late_at is None or facts.now < late_at or not why or not _holders(facts):
         return ""
-    why = facts.scene.failure or "the API server does not take them"
     return (
         f"Since {known.renewal_time} the pods have got no new certificates: {why.rstrip('.')}. The first of the "
         f"present ones expires at {known.expiry_time}; then pods refuse each other, and nothing replaces a lost one."

@@ -28,6 +28,8 @@ from virtualflow_operator.settings import SchedulingSettings
 
 _EXACT = 1e-9
 """Differences below this part of a speed are rounding."""
+_MOST_SPEED = 1e9
+"""Steps per second; no job makes as many."""
 DOUBLING = 0.9
 """The default curve: with each doubling beyond the largest measured size, a worker brings this part of what it did."""
 _DOUBLINGS = 4
@@ -55,8 +57,13 @@ class ScalingCurve:
 
     @staticmethod
     def of(points: Iterable[tuple[int, float]]) -> ScalingCurve:
-        """The curve of these points, with those left out that are no measurement (a speed of 0, or not a number)."""
-        return ScalingCurve(tuple(sorted((w, s) for w, s in points if w >= 1 and isfinite(s) and s > 0)))
+        """The curve of these points, with those left out that are no measurement (a speed of 0, or not a number).
+
+        A speed counts as :data:`_MOST_SPEED` at most: it is the job's own word, and sums of it stay finite.
+        """
+        return ScalingCurve(
+            tuple(sorted((w, min(s, _MOST_SPEED)) for w, s in points if w >= 1 and isfinite(s) and s > 0))
+        )
 
     @property
     def measured(self) -> bool:

@@ -177,6 +177,7 @@ def test_certificates_that_cannot_be_replaced_are_said_to_be_late_while_workers_
     present = ("False", "AsWanted") if replicas == 1 else ("True", "FewerWorkers")
     assert degraded(-9.0)[:2] == present
     assert degraded(DELIVERY - 1)[:2] == present
+    assert degraded(DELIVERY + 1)[:2] == present, "the operator has just come back, and nothing has failed yet"
     told, reason, message = degraded(DELIVERY + 1, failure="secrets is forbidden: policy pinned.")
     assert (told, reason) == ("True", "CertificatesLate")
     assert "no new certificates: secrets is forbidden: policy pinned. The first" in message

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import pytest
 from scheduling_cases import NOW, TOLD, job, running
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.scheduling import POLICIES, next_change, policy
+from virtualflow_operator.scheduling import POLICIES, ScalingCurve, next_change, policy
 
 
 def test_every_policy_has_the_name_that_a_queue_gives() -> None:
@@ -76,3 +77,9 @@ def test_the_next_change_is_the_first_moment_that_matters() -> None:
     assert next_change(NOW + 1.0, jobs, TOLD) == NOW + 4.0
     assert next_change(NOW + 4.0, jobs, TOLD) == NOW + 600.0
     assert next_change(NOW + 600.0, jobs, TOLD) is None
+
+
+def test_a_speed_that_no_job_can_have_leaves_all_figures_finite() -> None:
+    curve = ScalingCurve.of([(1, 1e308), (2, 1e308)])
+    assert isfinite(curve.speed(64))
+    assert curve.speed(64) > 0

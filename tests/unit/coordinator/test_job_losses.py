@@ -69,6 +69,8 @@ def test_who_trains_alone_and_falls_silent_is_told_to_be_silent_though_its_conne
     worker.hung = True
     news = world.state.news
     world.settle(2 * world.state.settings.heartbeat_limit)
+    assert [one.state for one in world.status().workers] == ["training"], "it may be a pause"
+    world.settle(6 * world.state.settings.heartbeat_limit)
     assert [(one.state, one.first, one.last) for one in world.status().workers] == [("silent", 0, 4)]
     assert world.state.news > news, "whoever watches is told at once"
     assert world.status().lost == ()

@@ -19,6 +19,9 @@ from virtualflow.protocol.wording import describe_end
 
 logger = logging.getLogger("virtualflow.coordinator")
 
+_SILENT = 6
+"""Heartbeat limits after which a worker is told to be silent whose connection stands: shorter ones may be pauses of a
+process that lives."""
 _ROUNDS = 8
 """Decisions that may follow from one another at one moment; the rules settle after two or three."""
 
@@ -42,19 +45,23 @@ def decide(state: JobState, now: float) -> float | None:
     _relay(state)
     members = {x.incarnation for plan in state.newest for x in plan.members}
     state.roster.prune(members, lambda incarnation: state.roster.contacts[incarnation].waits_for_release)
-    _note_silence(state, now)
+    silent_at = _note_silence(state, now)
     cluster, settings = state.snapshot(), state.settings
-    times = [wake_at, membership.next_limit(now, cluster, settings), membership.build_ends(cluster, settings)]
+    times = [wake_at, silent_at, membership.next_limit(now, cluster, settings)]
+    times.append(membership.build_ends(cluster, settings))
     # A limit that has passed was taken into account above: to wake for it again would be a busy loop.
     return min((t for t in times if t is not None and t > now), default=None)
 
 
-def _note_silence(state: JobState, now: float) -> None:
-    limit, workers = state.settings.heartbeat_limit, state.roster.workers.items()
-    silent = frozenset(i for i, worker in workers if worker.connected and now - worker.last_heard >= limit)
+def _note_silence(state: JobState, now: float) -> float | None:
+    """Note who is silent; when the next one would be."""
+    patience = _SILENT * state.settings.heartbeat_limit
+    silent_at = {i: worker.last_heard + patience for i, worker in state.roster.workers.items() if worker.connected}
+    silent = frozenset(i for i, at in silent_at.items() if at <= now)
     if silent != state.silent:
         state.silent = silent
         state.note_news()
+    return min((at for at in silent_at.values() if at > now), default=None)
 
 
 def _end_build(state: JobState, now: float) -> None:

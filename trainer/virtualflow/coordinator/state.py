@@ -122,8 +122,8 @@ class JobState:
     trained: bool = False
     excused_at: float = float("-inf")
     silent: frozenset[str] = frozenset()
-    """Who was not heard of for the heartbeat limit, though its connection stands: of a machine without power nothing
-    else may show for long, and one that trains alone is not declared lost for its silence."""
+    """Who was not heard of for several heartbeat limits, though its connection stands: of a machine without power
+    nothing else may show for long, and one that trains alone is not declared lost for its silence."""
     ticket: int | None = None
     """While it is set, nothing begins without a predecessor: a word that bears it is needed (``BeginCall``)."""
     next_ticket: int | None = None
