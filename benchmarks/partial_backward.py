@@ -34,8 +34,7 @@ PERIOD = 5
 """Steps for which the random choice of blocks stays."""
 TEXT = """\
 One worker, eight virtual nodes, AdamW, three seeds; each recipe gets the CPU time of *whole*. Cells: time of a step
-beside *whole*; held-out loss at the end (mean and range), and its mean difference to *whole*. What several
-workers [do not send](../how-to/partial-backward.md#what-is-sent) is no part of it.
+beside *whole*; held-out loss at the end (mean and range), and its mean difference to *whole*.
 
 | recipe | meaning |
 | --- | --- |

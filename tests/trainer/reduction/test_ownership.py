@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.reduction.buckets import plan_buckets, share_bucket
+from virtualflow.reduction.bucket_exchange import plan_buckets, share_bucket
 from virtualflow.reduction.ownership import (
     Move,
     Row,
@@ -205,7 +205,7 @@ def test_of_each_bucket_everything_is_added_up_once_by_who_keeps_it(
     added = [
         Stretch(bucket.places[part.at], part.begin, part.end)
         for bucket in plan_buckets(templates, range(len(numels)), size, alignment=4, limit=limit)
-        for rank, parts in enumerate(share_bucket(bucket, shares.portions, [1] * len(numels), size))
+        for rank, parts in enumerate(share_bucket(bucket, shares.portions, size))
         for part in parts
         if part.keepers == shares.keepers(row.offsets[bucket.places[part.at]] + part.begin) and part.keepers[0] == rank
     ]
@@ -222,6 +222,5 @@ def test_each_worker_adds_up_as_much_of_every_bucket_as_the_others(members: int)
     run = 1 << 20
     portions = share_row(Row(numels, (4,) * len(numels), (4_096,) * len(numels)), members, 1, run).portions
     for bucket in plan_buckets(templates, range(len(numels))[::-1], members, alignment=16, limit=4 * run):
-        shared = share_bucket(bucket, portions, [1] * len(numels), members)
-        lengths = [sum(part.numel for part in parts) for parts in shared]
+        lengths = [sum(part.numel for part in parts) for parts in share_bucket(bucket, portions, members)]
         assert max(lengths) - min(lengths) <= run // 4 + 4_096

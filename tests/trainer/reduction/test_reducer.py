@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_collectives import ALONE, Seat, Table, take_seats, together
+from thread_collectives import ALONE, Seat, Table, together
 from torch import Tensor
 
 from tiers import examples
 from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation, Tensors
-from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.tree import subtrees
@@ -47,15 +46,6 @@ class Problem:
     virtual_nodes: int
     templates: list[Tensor]
     contributed: list[Tensors]
-    reach: Reach | None = None
-
-    def cut(self, reach: Reach) -> Problem:
-        """The same, where backward passes end so that only these virtual nodes contribute to the first places."""
-        contributed = [
-            [None if place < len(reach) and node not in reach[place] else value for place, value in enumerate(tensors)]
-            for node, tensors in enumerate(self.contributed)
-        ]
-        return Problem(self.virtual_nodes, self.templates, contributed, reach)
 
     @property
     def present(self) -> list[bool]:
@@ -143,15 +133,7 @@ def reduce_one(
     assigned = ranges[seat.rank]
     if early is None:
         parts = problem.parts(assigned)
-        return reducer.reduce(
-            seat,
-            ranges,
-            parts,
-            templates=problem.templates,
-            present=problem.present,
-            scale=scale,
-            reach=problem.reach,
-        )
+        return reducer.reduce(seat, ranges, parts, templates=problem.templates, present=problem.present, scale=scale)
     accumulator = Accumulator(CanonicalSummation(problem.virtual_nodes))
     for node in assigned[:-1]:
         accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
@@ -166,7 +148,6 @@ def reduce_one(
         templates=problem.templates,
         places=places,
         scale=scale,
-        reach=problem.reach,
     )
     if begun is not None:
         order = sorted(begun.places, key=lambda place: (place * 7 + seat.rank) % 5)  # not the same everywhere
@@ -190,15 +171,7 @@ def reduce_one(
         found, under_way = {}, frozenset()
     accumulator.add(assigned[-1], last)
     late = [there and place not in under_way for place, there in enumerate(problem.present)]
-    reduced = reducer.reduce(
-        seat,
-        ranges,
-        accumulator.parts,
-        templates=problem.templates,
-        present=late,
-        scale=scale,
-        reach=problem.reach,
-    )
+    reduced = reducer.reduce(seat, ranges, accumulator.parts, templates=problem.templates, present=late, scale=scale)
     return [found.get(place, tensor) if problem.present[place] else None for place, tensor in enumerate(reduced)]
 
 
@@ -289,45 +262,6 @@ def test_what_sets_out_before_the_last_virtual_node_is_through_has_the_same_bits
 
 
 @pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
-def test_what_has_set_out_can_be_read_again_where_passes_have_got_to(way: Exchange) -> None:
-    """As a worker does whose attempt is aborted and who keeps what it has summed up."""
-    virtual_nodes, ranges = 7, [range(3), range(3, 7)]
-    whole = build(5, virtual_nodes, [((65,), torch.float32), ((0,), torch.float32), ((3, 5), torch.float32)])
-    for node in whole.contributed:
-        node[:] = [
-            torch.ones_like(like) if value is None else value for value, like in zip(node, whole.templates, strict=True)
-        ]
-    problem = whole.cut((frozenset({1, 4}), frozenset({6}), frozenset({0})))
-    seats = take_seats(2)
-
-    def work(rank: int) -> tuple[list[Tensors], list[Tensors]]:
-        own, settings = ranges[rank], ReductionSettings(alignment=ALIGNMENT, exchange=way, bucket=128)
-        reducer = Reducer(CanonicalSummation(virtual_nodes), settings)
-        accumulator = Accumulator(CanonicalSummation(virtual_nodes))
-        for node in own[:-1]:
-            accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
-        last = [None if value is None else value.clone() for value in problem.contributed[own[-1]]]
-        options = {"weight": 1.0, "templates": problem.templates, "places": [2, 1, 0], "scale": None}
-        early = reducer.begin(seats[rank], ranges, accumulator, last=own[-1], reach=problem.reach, **options)
-        assert early is not None
-        early.give_rest(dict(enumerate(last)))
-        early.pipeline.exchange_headers(torch.zeros(1, dtype=torch.uint8))
-        rows = [[row.get(place) for place in range(3)] for row in early.rows()]
-        list(early.results())
-        reducer.close()
-        return rows, [tensors for _, tensors in problem.parts(own)]
-
-    for result in together(seats, work):
-        assert result is not None
-        for row, expected in zip(*result, strict=True):
-            zeros = [torch.zeros_like(like) for like in problem.templates]
-            assert bits([zero if t is None else t + 0.0 for t, zero in zip(row, zeros, strict=True)]) == bits(
-                [zero if t is None else t + 0.0 for t, zero in zip(expected, zeros, strict=True)]
-            )
-            assert way is GATHER or [t is None for t in row] == [t is None for t in expected]
-
-
-@pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
 def test_a_tensor_may_become_another_one_from_step_to_step(way: Exchange) -> None:
     ranges, layouts = [range(2), range(2, 4)], [((7,), torch.float32), ((65,), torch.float32), ((65,), torch.float64)]
     problems = [build(1, 4, [layout, ((3,), torch.float32)]) for layout in layouts]
@@ -358,11 +292,10 @@ def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:
 )
 def test_a_zero_has_the_sign_that_the_rule_gives_it(nodes: list[list[float] | None], sign: float, workers: int) -> None:
     contributed: list[Tensors] = [[None if node is None else torch.tensor(node)] for node in nodes]
-    whole = Problem(len(nodes), [torch.zeros(1)], contributed)
-    cut = whole.cut((frozenset(number for number, node in enumerate(nodes) if node is not None),))
+    problem = Problem(len(nodes), [torch.zeros(1)], contributed)
     half = len(nodes) // 2
     ranges = [range(len(nodes))] if workers == 1 else [range(half), range(half, len(nodes))]
-    for way, problem in product((GATHER, SLICES), (whole, cut)):
+    for way in (GATHER, SLICES):
         found, _ = reduce_on([(problem, ranges)], way, 1.0)
         for ((tensor,),) in found:
             assert tensor is not None

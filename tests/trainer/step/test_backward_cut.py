@@ -89,20 +89,6 @@ def cut_for(model: Net, backward: vf.PartialBackward, nodes: int = NODES) -> Bac
     return BackwardCut(model, [(names[id(block)], block) for block in model.blocks], backward, nodes)
 
 
-def test_which_virtual_nodes_reach_what_follows_from_the_step() -> None:
-    cut = cut_for(build(), vf.PartialBackward((1, 0.5), full_every=4), nodes=4)
-    names, found = [name for name, _ in build().named_parameters()], {}
-    for step in (1, 2, 3, 4):
-        cut.begin(Attempt(step))
-        found[step] = cut.reach()
-    assert found[4] is None, "all passes are whole"
-    assert found[1] is found[3]
-    for step, deep in ((1, {1, 3}), (2, {0, 2})):
-        reach = dict(zip(names, found[step] or (), strict=True))
-        assert reach["stem.weight"] == reach["first.0.0.weight"] == reach["first.1.1.bias"] == deep
-        assert reach["first.2.0.weight"] == reach["between.weight"] == reach["head.bias"] == {0, 1, 2, 3}
-
-
 def batch(step: int, node: int, samples: int) -> Tensor:
     return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(100 * step + node))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from tiers import nightly
 from virtualflow.protocol.settings import ENV_BACKWARD, ENV_VERIFY, ENV_WORKER
-from virtualflow.transport.communicator import Communicator
-from virtualflow.transport.interface import Message
 
 
 def train(victim: str = "", rotate: bool = True, sharded: bool = False) -> Trained:
@@ -143,78 +140,3 @@ def test_adapters_are_trained_as_the_job_says_and_a_small_device_runs_short_pass
     assert {result.digest for result in results.values()} == {reference.digest}
     assert results["worker-1"].more == (0, 6), "what takes most memory is assigned to the one that has it"
     assert results["worker-0"].more == (6, 12)
-
-
-def train_counted(backward: vf.PartialBackward | None, virtual_nodes: int, overlap: bool) -> Trained:
-    """Trains equal blocks; with what was sent of gradients, what of that was foretold, and what was sent in all."""
-    sent = {"messages": 0, "all": 0}
-    start, start_messages = Communicator._start, Communicator.start_messages
-
-    def bytes_of(messages: Sequence[Message]) -> int:
-        return sum(message.stretch.nbytes for message in messages if not message.incoming)
-
-    def counting(self: Communicator, messages: Sequence[Message]) -> Any:
-        sent["all"] += bytes_of(messages)
-        return start(self, messages)
-
-    def counting_messages(self: Communicator, messages: Sequence[Message]) -> Any:
-        sent["messages"] += bytes_of(messages)
-        return start_messages(self, messages)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    data = TensorDataset(torch.randn(4 * virtual_nodes, 96, generator=torch.Generator().manual_seed(5)))
-    exchange = vf.Exchange("reduce-scatter", overlap=overlap, bucket_bytes=1 << 16)
-    foretold = 0
-    with vf.elastic(
-        model,
-        optimizer,
-        data,
-        batch_size=2 * virtual_nodes,
-        steps=6,
-        virtual_nodes=virtual_nodes,
-        backward=backward,
-        exchange=exchange,
-    ) as run:
-        for step in run:
-            if step.number == 1:
-                Communicator._start, Communicator.start_messages = counting, counting_messages  # type: ignore[method-assign, assignment]
-            for (x,) in step:
-                (model(x) - x).square().mean().backward()
-            schedule = run._context.update.reducer.schedule
-            foretold += sum(one.sent[run._context.session.state.rank] for one in schedule)
-    return trained(run, model, optimizer, more=(sent["messages"], foretold, sent["all"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "virtual_nodes", "fractions", "rotate", "overlap", "most"),
-    [
-        (3, 3, (1, 0.67, 0.34), True, False, 0.8),
-        nightly(3, 3, (1, 0.67, 0.34), True, True, 0.8),
-        nightly(3, 12, (1, 0.67, 0.34), False, True, 0.8),
-        nightly(2, 2, (1, 0.5), True, True, 0.8),
-        nightly(5, 10, (1, 0.25), True, False, 0.85),
-    ],
-)
-def test_what_no_pass_has_got_to_is_not_sent(
-    workers: int,
-    virtual_nodes: int,
-    fractions: tuple[float, ...],
-    rotate: bool,
-    overlap: bool,
-    most: float,
-    start_job: Callable[..., ElasticJob],
-) -> None:
-    """By what the transport sends: exactly as many bytes of gradients as foretold, and few beside them."""
-    totals = []
-    for backward in (vf.PartialBackward(fractions, rotate), None):
-        reference = alone(train_counted, backward, virtual_nodes, overlap)
-        results = start_job(train_counted, backward, virtual_nodes, overlap, workers=workers).results()
-        assert {result.digest for result in results} == {reference.digest}
-        for result in results:
-            messages, foretold, _ = result.more
-            assert messages == foretold > 0
-        totals.append(sum(result.more[2] for result in results))
-    assert totals[0] <= most * totals[1]

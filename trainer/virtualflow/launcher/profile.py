@@ -171,7 +171,6 @@ def describe_exchange(report: ExchangeReport) -> str:
         f"measured by {report.worker}: the median of {counted(report.steps, 'step')} with this schedule; beside the "
         f"buckets it sends {sent} and receives {received}: headers, and new values of a sharded optimizer",
         _describe_network(report),
-        *_describe_sent(report),
     ]
     groups = [list(group) for _, group in groupby(enumerate(report.buckets, 1), _alike)]
     for group in groups:
@@ -189,17 +188,6 @@ def _verdict(report: ExchangeReport) -> str:
         f"{format_bytes(traffic.planned_sent)}; it takes {_seconds(traffic.seconds)}{predicted}, "
         f"{_hidden(traffic.seconds, traffic.exposed)} hidden beside the backward pass"
     )
-
-
-def _describe_sent(report: ExchangeReport) -> list[str]:
-    """What leaves each worker, and what passes that end early save of it."""
-    if not report.sent:
-        return []
-    line = f"sent by each worker: {', '.join(map(format_bytes, report.sent))}"
-    if report.sent != report.sent_if_whole:
-        total, whole = sum(report.sent), sum(report.sent_if_whole)
-        line += f"; {format_bytes(total)} in all, {total / whole:.0%} of what whole backward passes send"
-    return [line]
 
 
 def _describe_network(report: ExchangeReport) -> str:

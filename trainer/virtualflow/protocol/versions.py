@@ -20,8 +20,7 @@ when what workers exchange among themselves changes. 3 is the first in which unk
 first in which a sharded optimizer's keepers tell norms of blocks, and cut parameters, and in which workers agree on how
 each bucket of gradients travels. 5 is the first in which a step header tells what each virtual node weighs, 6 the first
 in which workers reach each other over connections of the library's own, 7 the first in which a script's runs follow one
-another in one job, in which a step header tells what a virtual node has frozen and added to buffers, and in which
-gradients do not travel that no backward pass reaches."""
+another in one job, and in which a step header tells what a virtual node has frozen and added to buffers."""
 
 RUNS_PROTOCOL = 7
 """Who speaks an older one knows of one run only."""

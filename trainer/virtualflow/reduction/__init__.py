@@ -12,7 +12,6 @@ from virtualflow.reduction.accumulation import (
     separate,
 )
 from virtualflow.reduction.bucket_exchange import as_raw
-from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.norm import block_norms, clip_by_norm, count_blocks, total_norm
 from virtualflow.reduction.offload import HostMemory, Landing, Offload, choose_offloaded, host_memory, plan_offload
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
@@ -36,4 +35,4 @@ from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_ways, stages
 from virtualflow.reduction.settings import Exchange
-from virtualflow.reduction.traffic import Passage, summarize
+from virtualflow.reduction.traffic import Passage, planned_bytes, summarize

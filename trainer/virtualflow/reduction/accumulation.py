@@ -323,10 +323,3 @@ def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is not None:
         return left.add_(0.0 if right is None else right)
     return None if right is None else right + 0.0
-
-
-def add_arrived(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """The same, where both may change."""
-    if left is not None:
-        return left.add_(0.0 if right is None else right)
-    return None if right is None else right.add_(0.0)

@@ -2,29 +2,132 @@
 
 By slices, every worker sends each other one its piece of the own rows and gets theirs for the own piece; summed in the
 shape of the tree, that goes back to all. Where the optimizer is sharded, what a worker adds up is what it steps, so it
-goes to nobody but a second keeper. Where backward passes end early, rows travel only as far as these get. As a whole,
-every worker gets all rows of all and adds everything up itself. The own rows are only read, so that they are whole if
-the exchange is aborted.
+goes to nobody but a second keeper. As a whole, every worker gets all rows of all and adds everything up itself. The own
+rows are only read, so that they are whole if the exchange is aborted.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from virtualflow.reduction.accumulation import Tensors
-from virtualflow.reduction.buckets import Bucket, Keys, Part, Parts, numbered_rows, place_rows
 from virtualflow.reduction.ownership import Portions
 from virtualflow.reduction.schedule import Way
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import DONE, Collectives, Message, Pending
+
+# How the tensors of a reduction are cut into buckets, and where each element stands in a message.
+#
+# Pure arithmetic. A bucket is a run of tensors of one type that travel together, in the order in which a backward pass
+# finishes them. Its elements, one tensor after the other, are cut into as many equal pieces as there are workers;
+# worker r sums piece r. A worker that holds several sums (its range is no node of the tree) sends one row for each,
+# and a message to a worker holds that worker's piece of every row.
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together; sizes and offsets in elements."""
+
+    dtype: torch.dtype
+    places: tuple[int, ...]
+    offsets: tuple[int, ...]
+    total: int
+    """Of a row, without padding."""
+    piece: int
+    """What one worker sums of a row; rows are padded to as many of these as there are workers."""
+
+    def segments(self, index: int, numel: int, rows: int, row: int) -> Iterator[tuple[int, int, int]]:
+        """Where the ``index``-th tensor stands in a message of ``rows`` rows: (its first element, how many, where)."""
+        begin, end = self.offsets[index], self.offsets[index] + numel
+        if rows == 1:  # Pieces of a single row lie one behind the other.
+            yield 0, numel, begin
+            return
+        at = begin
+        while at < end:
+            piece, inside = divmod(at, self.piece)
+            stop = min(end, (piece + 1) * self.piece)
+            yield at - begin, stop - at, (piece * rows + row) * self.piece + inside
+            at = stop
+
+
+def plan_buckets(
+    templates: Sequence[Tensor], places: Sequence[int], size: int, *, alignment: int, limit: int
+) -> list[Bucket]:
+    """Cut the tensors at ``places``, in that order, into buckets.
+
+    Args:
+        places: which of them, in the order in which they will be there.
+        alignment: bytes at whose multiples pieces start.
+        limit: bytes that a bucket does not exceed, unless a single tensor does.
+    """
+    buckets: list[Bucket] = []
+    groups: dict[torch.dtype, list[int]] = {}
+    for place in places:
+        groups.setdefault(templates[place].dtype, []).append(place)
+    for dtype, members in groups.items():
+        unit = max(1, alignment // dtype.itemsize)
+        run: list[int] = []
+        total = 0
+        for place in members:
+            numel = templates[place].numel()
+            if run and (total + numel) * dtype.itemsize > limit:
+                buckets.append(_bucket(dtype, run, templates, size, unit))
+                run, total = [], 0
+            run.append(place)
+            total += numel
+        buckets.append(_bucket(dtype, run, templates, size, unit))
+    return buckets
+
+
+class Part(NamedTuple):
+    """A stretch of a bucket's ``at``-th tensor, in elements of it, and who needs its sum."""
+
+    at: int
+    begin: int
+    end: int
+    keepers: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+def share_bucket(bucket: Bucket, portions: Portions, size: int) -> list[list[Part]]:
+    """For each of ``size`` members what it adds up of a bucket whose sums do not come to all, in the bucket's order."""
+    shared: list[list[Part]] = [[] for _ in range(size)]
+    for at, place in enumerate(bucket.places):
+        for begin, end, keepers in portions[place]:
+            shared[keepers[0]].append(Part(at, begin, end, keepers))
+    return shared
+
+
+def most_delivered(bucket: Bucket, portions: Portions, size: int) -> int:
+    """Bytes of a bucket's sums that come to the member that gets most which it has not added up itself."""
+    needed = [0] * size
+    for parts in share_bucket(bucket, portions, size):
+        for part in parts:
+            for keeper in part.keepers[1:]:
+                needed[keeper] += part.numel
+    return max(needed) * bucket.dtype.itemsize
+
+
+def _bucket(dtype: torch.dtype, run: list[int], templates: Sequence[Tensor], size: int, unit: int) -> Bucket:
+    offsets, total = [], 0
+    for place in run:
+        offsets.append(total)
+        total += templates[place].numel()
+    return Bucket(dtype, tuple(run), tuple(offsets), total, -(-total // (size * unit)) * unit)
+
+
+Keys = list[list[Key]]
+"""For each rank, the tree nodes that it contributes the sums of."""
 
 
 class Buffers:
@@ -35,13 +138,13 @@ class Buffers:
         self._used: set[tuple[object, ...]] = set()
 
     def get(self, name: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The buffer of that name, of at least that size before; zeros when it is new."""
+        """The buffer of that name; zeros when it is new."""
         key = (*name, dtype)
         self._used.add(key)
-        kept, numel = self._kept.get(key), math.prod(shape)
-        if kept is None or kept.numel() < numel:
-            kept = self._kept[key] = torch.zeros(numel, dtype=dtype)
-        return kept[:numel].view(shape)
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != shape:
+            kept = self._kept[key] = torch.zeros(shape, dtype=dtype)
+        return kept
 
     def release_unused(self) -> None:
         self._kept = {key: kept for key, kept in self._kept.items() if key in self._used}
@@ -58,17 +161,15 @@ class ReductionPlan:
     collectives: Collectives
     keys: Keys
     """Of which stretches each member contributes the sums."""
-    total: Callable[[Mapping[Key, Tensor | None], Tensor | None], Tensor]
+    total: Callable[[dict[Key, Tensor], Tensor | None], Tensor]
     """Adds up what all members contribute, times the factor of the step, into the second argument if that is given. The
-    first one's tensors may be reused; ``None`` counts as +0.0, and not all of them are that."""
+    first one's tensors may be reused."""
     templates: Sequence[Tensor]
     """One tensor per place, with its shape and device."""
     results: Sequence[Tensor]
     """Likewise, with the device that its sum comes to."""
     buckets: Sequence[Bucket]
     ways: Sequence[Way]
-    parts: Sequence[Parts | None]
-    """For each bucket who adds up what of it, and of which rows; ``None``: all equally much, of all rows."""
     portions: Portions | None
     """For each place who needs what of its sum; without it all need all."""
 
@@ -103,9 +204,8 @@ class BucketExchange(ABC):
     def sums(self) -> list[tuple[int, Tensor]]:
         """All is back: the sums that this worker needs, by place, views of a buffer."""
 
-    def carries(self, at: int, row: int) -> bool:
-        """Whether the ``at``-th tensor of a row travels; of one that does not there is nothing."""
-        return True
+    def _numel(self, at: int) -> int:
+        return self._plan.templates[self._bucket.places[at]].numel()
 
     def _sums_of_all(self, row: Tensor) -> list[tuple[int, Tensor]]:
         places, portions, rank = self._bucket.places, self._plan.portions, self._collectives.rank
@@ -113,7 +213,7 @@ class BucketExchange(ABC):
             return list(zip(places, unflatten(row, [self._plan.results[place] for place in places]), strict=True))
         needed = {
             at: [row[offset + begin : offset + end] for begin, end, keepers in portions[place] if rank in keepers]
-            for at, (place, offset) in enumerate(zip(places, self._bucket.offsets, strict=False))
+            for at, (place, offset) in enumerate(zip(places, self._bucket.offsets, strict=True))
         }
         return self._shaped(
             {at: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for at, pieces in needed.items() if pieces}
@@ -145,8 +245,8 @@ class WholeExchange(BucketExchange):
         self._total: Tensor | None = None
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        begin, end = self._bucket.offsets[at : at + 2]
-        return [(0, self.flat[row, begin:end])]
+        begin = self._bucket.offsets[at]
+        return [(0, self.flat[row, begin : begin + self._numel(at)])]
 
     def set_out(self) -> Pending:
         return self._collectives.start_all_gather(as_raw(self._gathered), as_raw(self.flat))
@@ -179,7 +279,7 @@ class SlicedExchange(BucketExchange):
         """All members' rows of the own piece; then the sums come to the front of them, piece by piece."""
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        found = self._bucket.segments(at, self._rows, row)
+        found = self._bucket.segments(at, self._numel(at), self._rows, row)
         return [(first, self.flat[where : where + count]) for first, count, where in found]
 
     def set_out(self) -> Pending:
@@ -224,43 +324,34 @@ class SlicedExchange(BucketExchange):
 
 
 class SharedExchange(BucketExchange):
-    """To each worker its stretches of the rows that contribute to them, and their sums from it to who needs them."""
+    """To each worker its stretches of all rows, and their sums from it to who needs them beside it."""
 
     in_order = False
 
-    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str, parts: Parts) -> None:
+    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str, portions: Portions) -> None:
         super().__init__(plan, index)
-        rank, dtype = plan.collectives.rank, self._bucket.dtype
-        self._parts = parts
-        self._runs = [list(of_run) for _, of_run in groupby(parts[rank], key=attrgetter("rows"))]
-        """What is added up here, by the rows that it is the sum of."""
-        self._numbers = numbered_rows([len(nodes) for nodes in plan.keys])
-        leaving = [place_rows(of_peer, self._numbers[rank]) for of_peer in parts]
-        self._arriving = [place_rows(parts[rank], numbers) for numbers in self._numbers]
-        self.flat = buffers.get((name, "flat", index), (sum(length for _, length in leaving),), dtype)
-        self._leaving = torch.split(self.flat, [length for _, length in leaving])
-        """What each member gets of the own rows."""
-        incoming = buffers.get((name, "incoming", index), (sum(length for _, length in self._arriving),), dtype)
-        self._incoming = torch.split(incoming, [length for _, length in self._arriving])
-        """What comes of each member's rows."""
-        own = sum(part.numel for part in parts[rank])
-        self._own = buffers.get((name, "own", index), (own if len(self._runs) > 1 else 0,), dtype)
-        """Where sums of different rows are put together."""
-        self._places: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-        """Of each tensor and own row the stretches: (first element, how many, by whom they are added up, where)."""
-        for member, (places, _) in enumerate(leaving):
-            for (row, number), where in places.items():
-                part = parts[member][number]
-                stretches = self._places.setdefault((part.at, row - self._numbers[rank].start), [])
-                stretches.append((part.begin, part.numel, member, where))
-        for stretches in self._places.values():
+        size, rank, dtype = plan.collectives.size, plan.collectives.rank, self._bucket.dtype
+        self._parts = share_bucket(self._bucket, portions, size)
+        lengths = self._lengths = [sum(part.numel for part in parts) for parts in self._parts]
+        self._counts = [len(nodes) for nodes in plan.keys]
+        starts = [0, *accumulate(self._rows * length for length in lengths)]
+        self.flat = buffers.get((name, "flat", index), (starts[-1],), dtype)
+        self._leaving = [self.flat[begin:end] for begin, end in pairwise(starts)]
+        """What each member gets of the own rows, one behind the other."""
+        self._incoming = buffers.get((name, "incoming", index), (sum(self._counts) * lengths[rank],), dtype)
+        self._places: list[list[tuple[int, int, int, int]]] = [[] for _ in self._bucket.places]
+        """Of each tensor the stretches: (first element, how many, by whom it is added up, where in its message)."""
+        for member, parts in enumerate(self._parts):
+            for part, offset in zip(parts, accumulate((part.numel for part in parts), initial=0), strict=False):
+                self._places[part.at].append((part.begin, part.numel, member, offset))
+        for stretches in self._places:
             stretches.sort()
-        self._needed = [[part for part in of_peer if rank in part.keepers] for of_peer in parts]
+        self._needed = [[part for part in parts if rank in part.keepers] for parts in self._parts]
         """What this worker needs of what each adds up."""
         self._sums = [
             buffers.get((name, "sums", index, member), (sum(part.numel for part in needed),), dtype)
             if member != rank
-            else self._own
+            else self._incoming[:0]
             for member, needed in enumerate(self._needed)
         ]
         sizes: dict[int, dict[int, int]] = {}
@@ -273,52 +364,39 @@ class SharedExchange(BucketExchange):
         self._joined = dict(zip(joined, torch.split(memory, list(joined.values())), strict=True))
         """Where the sums of a tensor are put together that come from several."""
 
-    def carries(self, at: int, row: int) -> bool:
-        return (at, row) in self._places
-
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
         return [
-            (first, self._leaving[member][where : where + count])
-            for first, count, member, where in self._places.get((at, row), ())
+            (first, self._leaving[member][row * self._lengths[member] + offset :][:count])
+            for first, count, member, offset in self._places[at]
         ]
 
     def set_out(self) -> Pending:
-        return self._exchange(dict(enumerate(self._incoming)), dict(enumerate(self._leaving)))
+        rows = self._incoming_rows()
+        return self._exchange(dict(enumerate(rows)), dict(enumerate(self._leaving)))
 
     def add_and_return(self) -> Pending:
-        rank = self._collectives.rank
-        self._incoming[rank].copy_(self._leaving[rank])
-        own = self._sums[rank] = self._add()
+        rank, rows = self._collectives.rank, self._incoming_rows()
+        own = self._sums[rank] = self._incoming[:0]
+        if self._lengths[rank]:
+            rows[rank].copy_(self._leaving[rank])
+            arrived = {
+                node: row
+                for nodes, of_member in zip(self._plan.keys, rows, strict=True)
+                for node, row in zip(nodes, of_member.view(len(nodes), self._lengths[rank]), strict=True)
+            }
+            own = self._sums[rank] = self._plan.total(arrived, None)
         parts = list(zip(self._parts[rank], torch.split(own, [part.numel for part in self._parts[rank]]), strict=True))
         leaving = {peer: [piece for part, piece in parts if peer in part.keepers] for peer in self._peers}
-        whole = {
+        joined = {
             peer: own if len(pieces) == len(parts) else torch.cat(pieces) for peer, pieces in leaving.items() if pieces
         }
-        return self._exchange(dict(enumerate(self._sums)), whole)
-
-    def _add(self) -> Tensor:
-        """What is added up here, one part behind the other."""
-        nodes = [node for of_member in self._plan.keys for node in of_member]
-        begin = number = 0
-        for run in self._runs:
-            length = sum(part.numel for part in run)
-            arrived: dict[Key, Tensor | None] = dict.fromkeys(nodes)
-            for numbers, message, (places, _) in zip(self._numbers, self._incoming, self._arriving, strict=True):
-                for row in numbers:
-                    where = places.get((row, number))
-                    if where is not None:
-                        arrived[nodes[row]] = message[where : where + length]
-            if len(self._runs) == 1:
-                return self._plan.total(arrived, None)
-            self._plan.total(arrived, self._own[begin : begin + length])
-            begin, number = begin + length, number + len(run)
-        return self._own
+        return self._exchange(dict(enumerate(self._sums)), joined)
 
     def sums(self) -> list[tuple[int, Tensor]]:
         found: dict[int, list[tuple[list[Part], Tensor]]] = {}
         for needed, row in zip(self._needed, self._sums, strict=True):
             begin = 0
-            for at, group in groupby(needed, key=attrgetter("at")):
+            for at, group in groupby(needed, key=_at):
                 parts = list(group)
                 end = begin + sum(part.numel for part in parts)
                 found.setdefault(at, []).append((parts, row[begin:end]))
@@ -337,6 +415,15 @@ class SharedExchange(BucketExchange):
         ]
         return self._collectives.start_messages(messages)
 
+    def _incoming_rows(self) -> list[Tensor]:
+        """All members' rows of what is added up here, one behind the other for each member."""
+        length = self._lengths[self._collectives.rank]
+        return list(torch.split(self._incoming, [count * length for count in self._counts]))
+
+
+def _at(part: Part) -> int:
+    return part.at
+
 
 def _in_order(pieces: Sequence[tuple[list[Part], Tensor]]) -> list[Tensor]:
     """The sums of parts of one tensor, ascending, where those of each worker lie one behind the other."""
@@ -349,12 +436,10 @@ def _in_order(pieces: Sequence[tuple[list[Part], Tensor]]) -> list[Tensor]:
 
 
 def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
-    parts = plan.parts[index]
     if plan.ways[index] is Way.WHOLE:
-        # Zeros travel: this is the way of small buckets, where trips count and not bytes.
         return WholeExchange(plan, index, buffers, name)
-    if parts is not None:
-        return SharedExchange(plan, index, buffers, name, parts)
+    if plan.portions is not None:
+        return SharedExchange(plan, index, buffers, name, plan.portions)
     return SlicedExchange(plan, index, buffers, name)
 
 

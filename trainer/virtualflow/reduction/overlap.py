@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from virtualflow.reduction.accumulation import Accumulator, Addition, multiply
-from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.handover import UNWATCHED, Handover
 from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer
@@ -152,14 +151,12 @@ class Overlap:
         weight: float,
         scale: float | None,
         plain: bool = False,
-        reach: Reach | None = None,
     ) -> None:
         """The same for the last virtual node of this worker's range, with which the reduction may begin.
 
         Args:
             scale: the factor of the sum over all; ``None``: not known before the headers.
             plain: whether they are to be seen in ``.grad``.
-            reach: see :meth:`Reducer.reduce`.
         """
         if self._expected:
             self.early = self._reducer.begin(
@@ -172,7 +169,6 @@ class Overlap:
                 templates=self._parameters,
                 places=self._expected,
                 scale=scale,
-                reach=reach,
             )
         if self.early is None:
             # Others need to know of gradients that could set out early in a step to come.

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, Damaged
 from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, multiply, separate
-from virtualflow.reduction.bucket_exchange import Buffers, ReductionPlan, flatten, open_exchange, unflatten
-from virtualflow.reduction.buckets import Bucket
+from virtualflow.reduction.bucket_exchange import Bucket, Buffers, ReductionPlan, flatten, open_exchange, unflatten
 from virtualflow.reduction.traffic import ExchangeLog
 from virtualflow.transport import DONE, Pending
 
@@ -83,16 +82,12 @@ class Pipeline:
 
     def read_row(self, index: int, row: int) -> Tensors:
         """All tensors of a row as they were written, on their devices; they may be views of the message."""
-        exchange, places = self._exchanges[index], self._buckets[index].places
-        carried = [at for at in range(len(places)) if exchange.carries(at, row)]
-        flat = exchange.flat.view(-1)
-        if self.rows > 1 or not exchange.in_order:
-            stretches = [stretch for at in carried for _, stretch in self.segments(index, at, row)]
+        bucket, flat = self._buckets[index], self._exchanges[index].flat.view(-1)
+        templates = [self._templates[place] for place in bucket.places]
+        if self.rows > 1 or not self._exchanges[index].in_order:
+            stretches = [stretch for at in range(len(templates)) for _, stretch in self.segments(index, at, row)]
             flat = torch.cat(stretches) if stretches else flat[:0]
-        found: Tensors = [None] * len(places)
-        for at, tensor in zip(carried, unflatten(flat, [self._templates[places[at]] for at in carried]), strict=True):
-            found[at] = tensor
-        return found
+        return list(unflatten(flat, templates))
 
     def submit(self, index: int) -> None:
         """A bucket is full; they are submitted in their order."""

@@ -7,8 +7,7 @@ when ranges are subtrees, or whole. On every way the same additions happen in th
 sums depend neither on the way nor on the number of workers.
 
 A tensor that a virtual node does not contribute counts as +0.0 everywhere, also where it could be left out: x + 0.0 is
-not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there would give different bits. So does what
-does not travel because no backward pass gets to it (``buckets``).
+not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there would give different bits.
 """
 
 from __future__ import annotations
@@ -24,33 +23,12 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import (
-    Accumulator,
-    Parts,
-    Summation,
-    Tensors,
-    add_arrived,
-    add_tensors,
-    multiply,
-)
-from virtualflow.reduction.bucket_exchange import Buffers, ReductionPlan
-from virtualflow.reduction.buckets import (
-    Bucket,
-    Keys,
-    Reach,
-    all_rows,
-    bytes_moved,
-    divide_sums,
-    most_delivered,
-    plan_buckets,
-    rows_of,
-    share_bucket,
-)
-from virtualflow.reduction.buckets import Parts as Divided
+from virtualflow.reduction.accumulation import Accumulator, Parts, Summation, Tensors, add_tensors, multiply
+from virtualflow.reduction.bucket_exchange import Bucket, Buffers, Keys, ReductionPlan, most_delivered, plan_buckets
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.pipeline import Early, Pipeline
-from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, Way, choose_ways, combine
+from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
 from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
 from virtualflow.reduction.traffic import ExchangeLog, Passage
 from virtualflow.reduction.tree import Key
@@ -90,24 +68,8 @@ class Scheduled:
     bucket: Bucket
     shape: Shape
     choice: Choice
-    parts: Divided | None = None
-    """Who adds up what of it, and of which sums; ``None``: all equally much, of all sums."""
-
-    @property
-    def moved(self) -> list[tuple[int, int]]:
-        """Bytes that each worker sends and receives of it."""
-        return self._moved(self.parts)
-
-    @property
-    def moved_if_whole(self) -> list[tuple[int, int]]:
-        """The same if all backward passes were whole."""
-        if self.shape.delivered is None or self.parts is None:
-            return self._moved(None)
-        everything = all_rows(sum(self.shape.rows))
-        return self._moved([[part._replace(rows=everything) for part in own] for own in self.parts])
-
-    def _moved(self, parts: Divided | None) -> list[tuple[int, int]]:
-        return bytes_moved(self.bucket, self.shape.rows, parts, gathered=self.choice.way is Way.WHOLE)
+    portions: Portions | None
+    """For each place who needs what of its sum; ``None``: all need all."""
 
 
 class Reducer:
@@ -220,7 +182,6 @@ class Reducer:
         templates: Sequence[Tensor],
         present: Sequence[bool],
         scale: float,
-        reach: Reach | None = None,
     ) -> Tensors:
         """Sum over all virtual nodes, times ``scale``, on every worker that needs it (see :meth:`share`).
 
@@ -231,8 +192,6 @@ class Reducer:
             present: which places any virtual node of the job contributed to; the others come back as ``None``,
                 as do those of whose sums this worker needs nothing (see :meth:`share`).
             scale: the factor of the sum, the same on every worker.
-            reach: which virtual nodes may contribute to the first places, alike on every worker; ``None``: all to all.
-                Nothing travels of what no other ones could bring.
 
         Returns:
             One contiguous tensor per present place, views of buffers that the next call overwrites. What comes to host
@@ -250,7 +209,7 @@ class Reducer:
                 lands = landing is not None and place < landing.places
                 result[place] = landing.memory.store(tensor) if landing is not None and lands else tensor
             return result
-        scheduled = self._scheduled(holdings, templates, places[::-1], reach, final=False) if places else []
+        scheduled = self._scheduled(holdings, templates, places[::-1], final=False) if places else []
         (begun, self._logs), self._begun = self._begun, ([], [])
         self.schedule = [*begun, *scheduled]
         if scheduled:
@@ -289,7 +248,6 @@ class Reducer:
         templates: Sequence[Tensor],
         places: Sequence[int],
         scale: float | None,
-        reach: Reach | None = None,
     ) -> Early | None:
         """Begin to reduce before the last virtual node's tensors are there; ``None`` if that is not worth it.
 
@@ -298,9 +256,8 @@ class Reducer:
         Args:
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
-            reach: see :meth:`reduce`.
         """
-        begun = self._overlapped(collectives, holdings, templates, places, reach)
+        begun = self._overlapped(collectives, holdings, templates, places)
         if not begun:
             return None
         plan = self._plan(collectives, holdings, templates, begun, 1.0 if scale is None else scale)
@@ -322,11 +279,10 @@ class Reducer:
         holdings: Sequence[Sequence[int]],
         templates: Sequence[Tensor],
         places: Sequence[int],
-        reach: Reach | None = None,
     ) -> list[Scheduled]:
         if collectives.size == 1 or not places:
             return []
-        return [one for one in self._scheduled(holdings, templates, places, reach, final=True) if one.choice.overlapped]
+        return [one for one in self._scheduled(holdings, templates, places, final=True) if one.choice.overlapped]
 
     def _thread(self) -> Exchanger:
         if self._exchanger is None:
@@ -336,39 +292,28 @@ class Reducer:
     # --- what travels how ---------------------------------------------------------------------------------------------
 
     def _scheduled(
-        self,
-        holdings: Sequence[Sequence[int]],
-        templates: Sequence[Tensor],
-        places: Sequence[int],
-        reach: Reach | None,
-        *,
-        final: bool,
+        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], *, final: bool
     ) -> list[Scheduled]:
-        keys = self._keys(holdings)
-        counts = tuple(len(nodes) for nodes in keys)
+        rows = tuple(len(nodes) for nodes in self._keys(holdings))
         sizes = tuple((templates[place].numel(), templates[place].dtype) for place in places)
-        key = (tuple(places), sizes, tuple(map(tuple, keys)) if reach else counts, reach, final)
+        key = (tuple(places), sizes, rows, final)
         found = self._schedules.get(key)
         if found is None:
             settings, limit = self._settings, self.terms.exchange.bucket_bytes or self._settings.bucket
-            buckets = plan_buckets(templates, places, len(counts), alignment=settings.alignment, limit=limit)
-            portions = self._portions(templates, len(counts))
+            buckets = plan_buckets(templates, places, len(rows), alignment=settings.alignment, limit=limit)
+            portions = self._portions(templates, len(rows))
             shapes = [
                 Shape(
                     bucket.total * bucket.dtype.itemsize,
-                    counts,
-                    None if portions is None else most_delivered(bucket, portions, len(counts)),
+                    rows,
+                    None if portions is None else most_delivered(bucket, portions, len(rows)),
                 )
                 for bucket in buckets
             ]
             choices = self._choose(shapes, final, self.terms, settings)
-            rows = rows_of(keys, reach, len(templates))
-            parts: Sequence[Divided | None] = [None] * len(buckets)
-            if portions is not None:
-                parts = [share_bucket(bucket, portions, rows, len(counts)) for bucket in buckets]
-            elif reach is not None:
-                parts = divide_sums(buckets, rows, counts, settings.alignment)
-            found = self._schedules[key] = list(map(Scheduled, buckets, shapes, choices, parts))
+            found = self._schedules[key] = [
+                Scheduled(*each, portions) for each in zip(buckets, shapes, choices, strict=True)
+            ]
         return found
 
     def _plan(
@@ -379,9 +324,8 @@ class Reducer:
         scheduled: Sequence[Scheduled],
         scale: float,
     ) -> ReductionPlan:
-        def total(arrived: Mapping[Key, Tensor | None], out: Tensor | None) -> Tensor:
-            whole = self._summation.add_up(arrived, add_arrived)
-            assert whole is not None
+        def total(arrived: dict[Key, Tensor], out: Tensor | None) -> Tensor:
+            whole = self._summation.add_up(arrived, Tensor.add_)
             if scale != 1.0:
                 return torch.mul(whole, scale, out=whole if out is None else out)
             return whole if out is None else out.copy_(whole)
@@ -394,7 +338,6 @@ class Reducer:
             self._results(templates),
             [one.bucket for one in scheduled],
             [one.choice.way for one in scheduled],
-            [one.parts for one in scheduled],
             self._portions(templates, collectives.size),
         )
 

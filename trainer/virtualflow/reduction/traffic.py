@@ -1,4 +1,4 @@
-"""What the buckets of an exchange move and how long they travel, as this worker has measured it.
+"""What the buckets of an exchange move and how long they travel, by their schedule and as this worker has measured it.
 
 Bytes are counted where messages are started (``transport``), and are those of their content. Times are whole
 nanoseconds of ``time.perf_counter_ns``, so that spans of them can be united and intersected as those of a row are.
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from virtualflow.protocol.exchange_report import Traffic
-from virtualflow.reduction.ownership import Span, Spans, intersection, union
+from virtualflow.reduction.bucket_exchange import Bucket, share_bucket
+from virtualflow.reduction.ownership import Portions, Span, Spans, intersection, union
+from virtualflow.reduction.schedule import Way
 from virtualflow.transport import Pending
 
 
@@ -67,12 +69,33 @@ class ExchangeLog:
         ]
 
 
-def summarize(planned: Sequence[tuple[int, int]], steps: Sequence[Sequence[Passage]]) -> Traffic:
-    """What some buckets move in a step and how long: medians over ``steps``, each with the passages of all of them.
+def planned_bytes(
+    bucket: Bucket, way: Way, rows: Sequence[int], portions: Portions | None, rank: int
+) -> tuple[int, int]:
+    """Bytes of a bucket that a member sends to the others, and receives from them, by its schedule.
 
     Args:
-        planned: for each bucket the bytes that its schedule sends and receives.
+        rows: how many sums each member contributes.
+        portions: for each place who needs what of its sum; ``None``: all need all.
     """
+    size, own, rest = len(rows), rows[rank], sum(rows) - rows[rank]
+    if way is Way.WHOLE:  # blocks are equal, also of who has fewer sums
+        sent = received = max(rows) * bucket.total * (size - 1)
+    elif portions is None:
+        sent, received = (own + 1) * (size - 1) * bucket.piece, (rest + size - 1) * bucket.piece
+    else:
+        shared = share_bucket(bucket, portions, size)
+        added = [sum(part.numel for part in parts) for parts in shared]
+        sent, received = own * (sum(added) - added[rank]), rest * added[rank]
+        for part in (part for parts in shared for part in parts):
+            first, *others = part.keepers
+            sent += part.numel * len(others) * (first == rank)
+            received += part.numel * (rank in others)
+    return sent * bucket.dtype.itemsize, received * bucket.dtype.itemsize
+
+
+def summarize(planned: Sequence[tuple[int, int]], steps: Sequence[Sequence[Passage]]) -> Traffic:
+    """What some buckets move in a step and how long: medians over ``steps``, each with the passages of all of them."""
     return Traffic(
         sent=statistics.median_low(sum(one.sent for one in step) for step in steps),
         received=statistics.median_low(sum(one.received for one in step) for step in steps),

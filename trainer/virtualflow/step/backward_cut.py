@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.reduction import Reach
 from virtualflow.state import StayingHook
 from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.partial_backward import PartialBackward, blocks_reached, cost_of
@@ -57,10 +56,6 @@ class BackwardCut(StepPart):
         self._named = [name for name, _ in model.named_parameters()]
         self._levels = [levels.parameters[id(parameter)] for parameter in model.parameters()]
         self._step = 0
-        self._reached: tuple[int, Reach | None] = 0, None
-        """What :meth:`reach` has found for a step,"""
-        self._known: dict[tuple[int, ...], Reach | None] = {}
-        """and for each set of passes."""
         self._cut = self._last_cut = WHOLE
         """The first level that the present virtual node's pass reaches, and the last one's."""
         self._former: list[bool] = []
@@ -115,20 +110,6 @@ class BackwardCut(StepPart):
             for place, level in enumerate(self._levels)
             if reached[level] not in (0, whole)
         }
-
-    def reach(self) -> Reach | None:
-        """For each parameter the virtual nodes whose pass may reach it in the present step; ``None``: all of all."""
-        if self._reached[0] != self._step:
-            cuts = tuple(self.cut(node, self._step) for node in range(self._virtual_nodes))
-            if cuts not in self._known:  # there are about as many as classes
-                levels = {
-                    level: frozenset(node for node, cut in enumerate(cuts) if cut <= level)
-                    for level in set(self._levels)
-                }
-                whole = all(cut == WHOLE for cut in cuts)
-                self._known[cuts] = None if whole else tuple(levels[level] for level in self._levels)
-            self._reached = self._step, self._known[cuts]
-        return self._reached[1]
 
     # --- a virtual node -----------------------------------------------------------------------------------------------
 

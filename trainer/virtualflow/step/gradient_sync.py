@@ -179,7 +179,6 @@ class GradientSync:
             weight=samples / self.unit,
             scale=self._promised,
             plain=self._is_checked(node),
-            reach=None if self.cut is None else self.cut.reach(),
         )
 
     def weigh(self, weight: float) -> None:
@@ -324,7 +323,6 @@ class GradientSync:
             templates=[*self._parameters, *sums],
             present=[there and place not in begun for place, there in enumerate(present)],
             scale=scale,
-            reach=None if self.cut is None else self.cut.reach(),
         )
         self._reducer.multiply({n: t for n, t in enumerate(reduced[:count]) if t is not None}, factors)
         for place, tensor in early.items():

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, Traffic, write_report
-from virtualflow.reduction import AttemptSpoiled, Passage, Scheduled, stages, summarize
+from virtualflow.reduction import AttemptSpoiled, Passage, Scheduled, planned_bytes, stages, summarize
 from virtualflow.state import content_hash, optimizers_of
 from virtualflow.step import Attempt, StepPart
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
@@ -131,7 +131,7 @@ class Explanation(StepPart):
         update, schedule, latest = self._training.update, self._schedule, self._latest
         terms, rows = update.reducer.terms, schedule[0].shape.rows if schedule else (1,)
         names = [*(name for name, _ in self._training.model.named_parameters()), *update.sync.settled.averaged]
-        planned = [one.moved[self._rank] for one in schedule]
+        planned = [planned_bytes(one.bucket, one.choice.way, rows, one.portions, self._rank) for one in schedule]
         buckets = [
             _describe(one, names, summarize(planned[at : at + 1], [step.passages[at : at + 1] for step in latest]))
             for at, one in enumerate(schedule)
@@ -149,14 +149,7 @@ class Explanation(StepPart):
             buckets=buckets,
             traffic=whole,
             beside=(sent - whole.sent, received - whole.received),
-            sent=_sent(one.moved for one in schedule),
-            sent_if_whole=_sent(one.moved_if_whole for one in schedule),
         )
-
-
-def _sent(buckets: Iterable[list[tuple[int, int]]]) -> list[int]:
-    """What each worker sends of all buckets; none travels: nothing."""
-    return [sum(sent for sent, _ in of_worker) for of_worker in zip(*buckets, strict=True)]
 
 
 def _describe(one: Scheduled, names: Sequence[str], traffic: Traffic) -> BucketReport:
