@@ -81,11 +81,13 @@ class Sniffer:
         with ThreadPoolExecutor(1) as insider:
             if namespace:
                 insider.submit(enter, namespace).result()
-            self._socket = insider.submit(socket.socket, socket.AF_PACKET, socket.SOCK_RAW, 0).result()
+            protocol = socket.htons(_ALL) if interface.endswith("*") else 0  # 0: none before it is bound
+            self._socket = insider.submit(socket.socket, socket.AF_PACKET, socket.SOCK_RAW, protocol).result()
         self._socket.setsockopt(*_BUFFER, 1 << 28)
         self._socket.settimeout(0.2)
         self._grace = 0.0
-        self._socket.bind(("" if interface.endswith("*") else interface, _ALL))
+        if not protocol:
+            self._socket.bind((interface, _ALL))
         self._over = math.inf
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()

@@ -116,7 +116,8 @@ class Job:
                 self.secrets |= {f"{what} of {who}": secret for what, secret in found.items()}
 
 
-def test_ears_close_while_others_go_on_to_send(namespace: str) -> None:
+@pytest.mark.parametrize("interface", ["lo", "l*"], ids=["one interface", "all of some name"])
+def test_ears_close_while_others_go_on_to_send(namespace: str, interface: str) -> None:
     silence = threading.Event()
 
     def send() -> None:
@@ -125,7 +126,7 @@ def test_ears_close_while_others_go_on_to_send(namespace: str) -> None:
             while not silence.wait(0.001):
                 sender.sendto(b"noise", ("127.0.0.1", 9))
 
-    sniffer = Sniffer(namespace)
+    sniffer = Sniffer(namespace, interface)
     talking = threading.Thread(target=send)
     closing = threading.Thread(target=sniffer.close, args=(0.1,))
     talking.start()
