@@ -1,7 +1,7 @@
 """Files that are there as a whole or not at all: whoever reads one sees the former content or the new, never a part.
 And files that end: a pipe or a device in the place of one, or a file without measure, keeps nobody waiting.
 
-They survive the death of their writer, not a power cut: what has to (checkpoints) sees to its disk itself.
+They survive the death of their writer; a power cut only if they are durable.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ PRIVATE = 0o600
 """The mode of a file that only its owner may read."""
 
 
-def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+def write_whole(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = False) -> None:
     """Write a file in the place of the one that may be there; a device or a pipe is written to as it is.
 
     Args:
         path: of the file; what a link leads to is replaced, not the link.
         content: all of it.
         mode: as far as the umask allows.
+        durable: the disk has the file and its name on return.
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.
@@ -34,14 +35,25 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         path.write_bytes(content)
         return
     target = path.resolve()
-    with _beside(target, content, mode) as temporary:
+    with _beside(target, content, mode, durable) as temporary:
         temporary.replace(target)
+    if durable:
+        sync_directory(target.parent)
 
 
 def create_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file that must not be there yet; of several who try, one succeeds."""
     with _beside(path, content, mode) as temporary:
         os.link(temporary, path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make sure that the disk has the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -74,12 +86,15 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 @contextmanager
-def _beside(path: Path, content: bytes, mode: int) -> Iterator[Path]:
+def _beside(path: Path, content: bytes, mode: int, durable: bool = False) -> Iterator[Path]:
     """A hidden file in the same directory, because only within a file system can a file be moved at once."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import signal
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,13 @@ def content(folder: Path) -> list[Any]:
 
 
 def predict_twice(
-    output: str, folder: str = "", victim: str = "", fatal_call: int = 0, drain: bool = False, steps: int = 4
+    output: str,
+    folder: str = "",
+    victim: str = "",
+    fatal_call: int = 0,
+    drain: bool = False,
+    steps: int = 4,
+    sharded: bool = False,
 ) -> Any:
     """Predict after the second step and after the last; ``victim`` goes at its ``fatal_call`` of a function."""
     model, optimizer, dataset = built()
@@ -115,7 +123,7 @@ def predict_twice(
         assert output == "of a stream" or len(set(computed)) == len(computed), "no worker computes a batch twice"
         assert model.training
 
-    options = {"batch_size": 12, "virtual_nodes": 6, "drop_last": True}
+    options: dict[str, Any] = {"batch_size": 12, "virtual_nodes": 6, "drop_last": True, "shard_optimizer": sharded}
     with injected(prediction={"steps": STEPS}), vf.elastic(model, optimizer, dataset, steps=steps, **options) as run:
         for step in run:
             for x, y in step:
@@ -192,7 +200,8 @@ KEYS = {
 @pytest.mark.parametrize(
     ("limits", "batches"),
     [
-        pytest.param({}, [0, 1], id="as many as there are"),
+        pytest.param({}, [0, 1, 5], id="four"),
+        pytest.param({"steps": 16}, [0, 1], id="as many as there are"),
         pytest.param({"steps": 2}, [0, 1, 3, 5], id="two"),
         pytest.param({"bytes": 5_000}, [0, 1, 4], id="of the size of three"),
         pytest.param({"bytes": 1}, [0, 1, 2, 3, 4, 5], id="one at least"),
@@ -307,12 +316,12 @@ def no_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "sentence"),
     [
-        (a_prediction, "holds other files of safetensors, .* another prediction; give vf.predict an empty or new"),
+        (a_prediction, "holds another prediction, or other files of safetensors; give vf.predict an empty or new"),
         (
             part_of_a_prediction,
-            "holds other files of safetensors, .* another prediction; give vf.predict an empty or new",
+            "holds another prediction, or other files of safetensors; give vf.predict an empty or new",
         ),
-        (weights, "holds other files of safetensors, .*; give vf.predict an empty or new folder"),
+        (weights, "holds another prediction, or other files of safetensors; give vf.predict an empty or new folder"),
         (no_manifest, r"prediction.json cannot be read \(.*\); give vf.predict another folder"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -350,13 +359,19 @@ def test_images_that_are_laid_out_by_channels_are_written(tmp_path: Path) -> Non
         pytest.param(
             lambda path: [each.unlink() for each in path.glob("*.safetensors")],
             vf.ConfigurationError,
-            "has no batch-00000000-node-0000.safetensors, .* give vf.predict a folder that all workers share",
+            "has no batch-00000000-node-0000.safetensors of .* give vf.predict a folder that all workers share",
             id="a file of another worker's is not to be seen",
+        ),
+        pytest.param(
+            lambda path: os.truncate(path / "batch-00000000-node-0000.safetensors", 99),
+            vf.ConfigurationError,
+            "has no batch-00000000-node-0000.safetensors of [0-9]{3} bytes, which a worker has written",
+            id="a file is short",
         ),
         pytest.param(
             lambda path: (path / "prediction.json").write_text('{"prediction": "other"}'),
             vf.ConfigurationError,
-            "holds other files of safetensors, perhaps of another prediction",
+            "holds another prediction",
             id="another prediction has taken it",
         ),
         pytest.param(
@@ -374,14 +389,110 @@ def test_a_folder_that_is_spoiled_meanwhile_is_one_sentence(
 
     real, spoiled = prediction.write_whole, []
 
-    def write(path: Path, content: bytes) -> None:
-        real(path, content)
+    def write(path: Path, content: bytes, **options: Any) -> None:
+        real(path, content, **options)
         if path.suffix == ".safetensors" and not spoiled:
             spoiled.append(spoil(tmp_path))
 
     monkeypatch.setattr(prediction, "write_whole", write)
     with pytest.raises(error, match=sentence):
         a_prediction(tmp_path)
+
+
+def test_a_folder_is_kept_from_others_before_it_has_a_file(tmp_path: Path) -> None:
+    begun = []
+
+    def rows(batch: Tensor) -> Tensor:
+        if not begun:
+            begun.append(True)
+            with pytest.raises(vf.ConfigurationError, match="holds another prediction"):
+                a_prediction(tmp_path)
+        return torch.ones(len(batch))
+
+    vf.predict(built()[0], list(X), rows, batch_size=11, to=tmp_path)
+    assert torch.equal(read(tmp_path)["rows"], torch.ones(SIZE))
+
+
+def test_nothing_is_written_to_a_folder_that_another_prediction_has_taken(tmp_path: Path) -> None:
+    taken = json.dumps({"prediction": "other"}).encode()
+
+    def rows(batch: Tensor) -> Tensor:
+        (tmp_path / "prediction.json").write_bytes(taken)
+        return batch
+
+    with pytest.raises(vf.ConfigurationError, match="holds another prediction"):
+        vf.predict(built()[0], list(X), rows, batch_size=11, to=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"prediction.json": taken}
+
+
+def test_a_prediction_that_is_made_again_is_not_complete_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))  # the name of a resumed job's is the same
+    a_prediction(tmp_path)
+    there, model = content(tmp_path), built()[0]
+
+    def rows(batch: Tensor) -> Any:
+        assert "files" not in json.loads((tmp_path / "prediction.json").read_text())
+        return model(batch)
+
+    vf.predict(model, list(X), rows, batch_size=11, to=tmp_path)
+    assert content(tmp_path) == there
+
+
+def test_the_disk_has_a_file_and_its_name_before_others_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from virtualflow.worker import prediction
+
+    synced: set[tuple[int, int]] = set()
+    named: set[str] = set()
+    sync, share = os.fsync, prediction._Files.share
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        found = os.fstat(descriptor)
+        synced.add((found.st_ino, found.st_size))
+        if found.st_ino == tmp_path.stat().st_ino:
+            named.update(path.name for path in tmp_path.iterdir())
+
+    def check(path: Path) -> None:
+        assert (path.stat().st_ino, path.stat().st_size) in synced
+        assert path.name in named
+
+    def checked(files: Any, *arguments: Any) -> Any:
+        told = share(files, *arguments)
+        check(tmp_path / told[0])
+        return told
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(prediction._Files, "share", checked)
+    a_prediction(tmp_path)
+    check(tmp_path / "prediction.json")
+
+
+def test_a_prediction_has_the_name_of_its_place_and_its_sizes_whatever_was_exchanged_before(tmp_path: Path) -> None:
+    def names(folder: Path, evaluations: int) -> list[str]:
+        model, optimizer, dataset = built()
+
+        def predict(name: str, batch_size: int = BATCH) -> str:
+            for _ in range(evaluations):
+                vf.evaluate(model, list(X), lambda batch: batch, batch_size=BATCH)
+            vf.predict(model, list(X), batch_size=batch_size, to=folder / name)
+            told = json.loads((folder / name / "prediction.json").read_text())["prediction"]
+            assert told.startswith(f"{run.id}-")
+            return str(told.removeprefix(f"{run.id}-"))
+
+        found = []
+        with vf.elastic(model, optimizer, dataset, batch_size=12, steps=2, virtual_nodes=6) as run:
+            for step in run:
+                for x, y in step:
+                    F.cross_entropy(model(x), y % 2).backward()
+                found.append(predict(f"{step.number}"))
+            return [*found, predict("end"), predict("more", 6)]
+
+    wanted = ["1-1-of-69-by-12-6", "2-1-of-69-by-12-6", "2-end-1-of-69-by-12-6", "2-end-2-of-69-by-6-6"]
+    assert names(tmp_path / "few", 0) == names(tmp_path / "many", 2) == wanted
 
 
 # --- several workers --------------------------------------------------------------------------------------------------
@@ -439,20 +550,94 @@ def test_a_job_that_grows_between_predictions_predicts_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole optimizer", "sharded optimizer"])
 def test_a_job_that_died_in_a_prediction_makes_it_whole_when_it_is_resumed(
-    tmp_path: Path, start_job: Callable[..., ElasticJob]
+    sharded: bool, tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
     """The training is complete then, so the job that goes on only predicts."""
     reference = alone(predict_twice, "a tuple", str(tmp_path / "alone"))
     folder, environment = tmp_path / "together", {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints")}
     # Twelve calls of each worker after step 2; in the last files there is one more when they die.
-    job = start_job(predict_twice, "a tuple", str(folder), "all", 18 + 5, workers=2, environment=environment)
+    job = start_job(
+        predict_twice, "a tuple", str(folder), "all", 18 + 5, False, 4, sharded, workers=2, environment=environment
+    )
     for name in list(job.workers):
         job.await_end(name)
     assert "files" not in json.loads((folder / "4" / "prediction.json").read_text())
     assert list((folder / "4").glob("*.safetensors"))
-    values = start_job(predict_twice, "a tuple", str(folder), workers=3, environment=environment).results()
+    again = ("a tuple", str(folder), "", 0, False, 4, sharded)
+    values = start_job(predict_twice, *again, workers=3, environment=environment).results()
     assert [value.metrics for value in values] == [reference.metrics[1:]] * 3
+
+
+def wait_until_there(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def predict_once(folder: str, steps: int = 6) -> int:
+    """Predict after step 2; one call of the function waits for the test."""
+    model, optimizer, dataset = built()
+    base = Path(folder)
+
+    def rows(batch: Any) -> Tensor:
+        (base / f"begun-{os.environ[ENV_WORKER]}").touch()
+        wait_until_there(base / "go")
+        return model(batch[0])
+
+    options: dict[str, Any] = {"batch_size": 12, "virtual_nodes": 6, "drop_last": True}
+    with injected(prediction={"steps": 1}), vf.elastic(model, optimizer, dataset, steps=steps, **options) as run:
+        for step in run:
+            for x, y in step:
+                F.cross_entropy(model(x), y % 2).backward()
+            if step.number == 2:
+                vf.predict(model, dataset, rows, batch_size=BATCH, to=base / "out")
+        return run.completed_steps
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_in_a_prediction_makes_it_whole_first(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints")}
+    job = start_job(predict_once, str(tmp_path), workers=2, environment=environment)
+    begun = [tmp_path / f"begun-{name}" for name in job.workers]
+    job.wait_for(lambda _: all(path.exists() for path in begun), "a prediction on all workers")
+    job.call("stop", reason="the job is suspended")
+    job.wait_for(lambda status: status.prepared, "a plan to stop")
+    (tmp_path / "go").touch()
+    assert {outcome.kind for outcome in job.finish().values()} <= {"Drained", "JobEnded"}
+    assert read(tmp_path / "out")["index"].tolist() == list(range(SIZE))
+
+
+def predict_and_look(folder: str) -> bool:
+    """Whether no worker needs the folder when the call has returned; all but the first come later to their end."""
+    from virtualflow.worker import prediction
+
+    model, optimizer, dataset = built()
+    base, worker, complete = Path(folder), os.environ[ENV_WORKER], prediction._Files.complete
+
+    def last(files: Any) -> Any:
+        if worker != "worker-0":
+            wait_until_there(base / "worker-0")
+        told = complete(files)
+        (base / worker).touch()
+        return told
+
+    prediction._Files.complete = last  # type: ignore[method-assign]
+    with vf.elastic(model, optimizer, dataset, batch_size=12, steps=1, virtual_nodes=6) as run:
+        for step in run:
+            for x, y in step:
+                F.cross_entropy(model(x), y % 2).backward()
+        vf.predict(model, list(X), batch_size=BATCH, to=base / "out")
+        return all((base / name).exists() for name in ("worker-0", "worker-1", "worker-2"))
+
+
+@pytest.mark.slow
+def test_no_worker_needs_the_folder_of_a_prediction_that_has_returned(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    assert start_job(predict_and_look, str(tmp_path), workers=3).results() == [True] * 3
 
 
 def on_the_leader() -> None:

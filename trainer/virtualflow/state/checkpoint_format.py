@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from virtualflow.atomic_file import open_regular, read_regular
+from virtualflow.atomic_file import open_regular, read_regular, sync_directory
 from virtualflow.errors import ConfigurationError
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.messages import Generation
@@ -262,7 +262,7 @@ def adopt(found: FoundCheckpoint, fence: Generation) -> FoundCheckpoint:
             # Nobody else gives it this number: it is there if an earlier try came so far, and failed behind it.
             if not path.exists():
                 raise
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     return replace(found, mark=mark, path=path)
 
 
@@ -366,14 +366,14 @@ def write(
             manifest_file.write(seal(manifest, keys))
             manifest_file.flush()
             os.fsync(manifest_file.fileno())
-            _sync_directory(temporary)
+            sync_directory(temporary)
             allow()
             if final.exists():
                 doomed = hidden(directory, step)
                 final.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
             temporary.rename(final)
-            _sync_directory(directory)
+            sync_directory(directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # Gone already, unless something failed.
     return final
@@ -429,11 +429,3 @@ def _lock(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise  # Without locks leftovers stay: ``_abandoned`` gets the same error.
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

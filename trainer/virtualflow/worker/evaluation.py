@@ -59,6 +59,9 @@ class Collector(Protocol):
     def take(self, shared: Mapping[int, Any]) -> None:
         """Take what the virtual nodes have shared in an exchange, in their order: the same on all workers."""
 
+    def complete(self) -> bool:
+        """All is taken. Returns whether workers wait here for each other."""
+
 
 @checked("vf.evaluate", LoaderOptions.__annotations__)
 def evaluate(
@@ -67,8 +70,9 @@ def evaluate(
     """Run ``fn`` over a dataset and return its rows in dataset order, the same on every worker.
 
     Inside the ``with`` block of a run all its workers share the work, so all must call it: after a step's micro-batches
-    or after the last step. Members may drain or be lost meanwhile. Joiners wait until it is over. Without a run, this
-    process does everything.
+    or after the last step. Members may drain or be lost meanwhile. Joiners wait until it is over, and so does a stop of
+    the job: one that is killed before does it again from an older checkpoint. Without a run, this process does
+    everything.
 
     Args:
         model: put into evaluation mode meanwhile.
@@ -122,6 +126,9 @@ class Collected:
 
     def take(self, shared: Mapping[int, Any]) -> None:
         self.parts += shared.values()
+
+    def complete(self) -> bool:
+        return False
 
 
 def go_through(
@@ -185,6 +192,7 @@ class _Alone:
     def run(self) -> None:
         self._source.assign(range(1), 0, 0)
         self._go()
+        self._collector.complete()
 
     def _go(self) -> None:
         first, steps = 0, self._source.steps_per_epoch
@@ -208,7 +216,7 @@ class _Alone:
             self._compute_all(step, done, missing)
         shared = {}
         for node in nodes:
-            results = [result for size, result in self._computed[node] if size]
+            results = [result for size, result in self._computed.get(node, ()) if size]
             if results:
                 last, _ = self._computed[node][-1]
                 shared[node] = last, self._collector.share(steps.start, node, results)
@@ -242,6 +250,8 @@ class _Together(_Alone):
         context = self._context
         context.reporter.phase("evaluating")
         self._go()
+        if self._collector.complete():
+            self._exchange(range(0))
         self._loop.seed_between_steps()
         context.session.activity.mark(BETWEEN, context.training.completed_steps)
         context.reporter.phase("training")  # joiners may come
@@ -252,7 +262,7 @@ class _Together(_Alone):
         training.arrive()
         self._computed.clear()
         while training.exchanges < number:
-            if self._state.assigned != self._assigned:
+            if steps and self._state.assigned != self._assigned:
                 self._assigned = self._state.assigned
                 self._source.assign(self._assigned, 0, steps.start)
             try:
@@ -272,7 +282,9 @@ class _Together(_Alone):
         communicator = membership.communicator
         mine = self._share(steps, state.assigned)
         form = context.update.sync.header_format(state.ranges)
-        header = form.write(form.tell(Kind.EVALUATE, number, context.session.offer(evaluating=True)))
+        # A stop writes a checkpoint, and whoever begins from it does not run the code behind its step.
+        offer = context.session.offer(evaluating=True, stops=self._loop.trained)
+        header = form.write(form.tell(Kind.EVALUATE, number, offer))
         headers = read_headers(form, communicator.all_gather(header), Kind.EVALUATE, number)
         blocks = gather_bytes(communicator, codec.pack(mine))
         context.training.complete_exchange(blocks)

@@ -60,6 +60,7 @@ class Loop:
         """At what the script may have changed since the last step."""
         self.trained = False
         """Whether this worker has seen the last step."""
+        self._predictions = "", 0
         self._parts, self._guard, self._sync = context.parts, context.guard, context.update.sync
         self._state = context.session.state
         self._activity = context.session.activity
@@ -172,6 +173,13 @@ class Loop:
     def join(self) -> tuple[int, int]:
         self.context.membership.join()
         return self.context.training.completed_steps + 1, self.context.training.position[0]
+
+    def name_prediction(self) -> str:
+        """The same when a job is resumed in front of it, so exchanges do not count: a checkpoint may take some."""
+        training, (last, number) = self.context.training, self._predictions
+        place = f"{training.id}-{training.completed_steps}{'-end' if self.trained else ''}"
+        self._predictions = place, number + 1 if place == last else 1
+        return f"{place}-{self._predictions[1]}"
 
     @property
     def between_steps(self) -> bool:

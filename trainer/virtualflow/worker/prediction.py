@@ -6,8 +6,10 @@ the data alone: whoever writes one again writes the same, and a worker that dies
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from virtualflow._arguments import checked
-from virtualflow.atomic_file import read_regular, write_whole
+from virtualflow.atomic_file import open_regular, read_regular, write_whole
 from virtualflow.data import LoaderOptions, MicroBatch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError, VirtualFlowError, show_errors_plainly
@@ -79,7 +81,7 @@ def predict(
         to: a folder that all workers share, for files in the format of safetensors. Each has the rows of one virtual
             node from a few batches: as ``rows``, or under the names or numbers of a dict or tuple, with their places in
             the dataset's order as ``index`` (int64 ``[n]``). When all rows are there, ``prediction.json`` names their
-            ``files``.
+            ``files``; on return no worker needs the folder any more.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -106,13 +108,16 @@ def predict(
         return in_order(origin, collected.parts)
     loop = loop_between_steps(_CALL)
     if loop is None:
-        name, settings = uuid.uuid4().hex, PredictionSettings()
+        files = _Files(Path(to), uuid.uuid4().hex, origin, compute, PredictionSettings())
     else:
-        training = loop.context.training
-        name, settings = f"{training.id}-{training.exchanges + 1}", loop.context.request.settings.prediction
-    files = _Files(Path(to), name, origin, compute, settings)
-    go_through(_CALL, model, dataset, files, batch_size=batch_size, **loader)
-    files.complete()
+        request, session = loop.context.request, loop.context.session
+        samples = len(dataset) if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else "stream"
+        name = f"{loop.name_prediction()}-of-{samples}-by-{batch_size}-{request.virtual_nodes}"
+        files = _Files(Path(to), name, origin, compute, request.settings.prediction, session.holds_lease)
+    try:
+        go_through(_CALL, model, dataset, files, batch_size=batch_size, **loader)
+    finally:
+        files.close()
     return None
 
 
@@ -144,6 +149,7 @@ class _Files:
         origin: Origin,
         compute: Callable[[MicroBatch, Tensor], tuple[Tensor, Rows]],
         settings: PredictionSettings,
+        holds_lease: Callable[[], bool] = lambda: True,
     ) -> None:
         self.steps = 1
         self.compute = compute
@@ -154,13 +160,15 @@ class _Files:
         except OSError as error:
             raise _unwritten(folder, error) from error
         # Looked for first: what other workers write of this prediction comes behind their manifest.
-        found = next(folder.glob("*.safetensors"), None)
+        found = self._find()
         there = self._read()
-        if there is not None and there.prediction == prediction:
-            return
-        if found is not None:
+        if there is None and found is not None:
             raise self._taken()
-        self._write(_MANIFEST, msgspec.json.encode(self._manifest))
+        # They are about to be written again. A worker that others have gone on without may come late to a folder that
+        # they have completed.
+        if there is not None and there.prediction == prediction and there.files and holds_lease():
+            there = None
+        self._claim(there)
 
     def share(self, first: int, node: int, computed: Sequence[tuple[Tensor, Rows]]) -> Any:
         tensors = {_PLACES: torch.cat([places for places, _ in computed])}
@@ -171,24 +179,26 @@ class _Files:
                 raise ConfigurationError(f"{self._origin.giver} returned {rows.dtype}, which safetensors does not hold")
             tensors[name] = rows.contiguous()  # it may be laid out as images are
         file = f"batch-{first:08d}-node-{node:04d}.safetensors"
-        self._write(file, save(tensors))
-        return file, len(tensors[_PLACES]), sum(tensor.nbytes for tensor in tensors.values())
+        content = save(tensors)
+        self._claim(self._read())
+        self._write(file, content)
+        return file, len(tensors[_PLACES]), sum(tensor.nbytes for tensor in tensors.values()), len(content)
 
-    def take(self, shared: Mapping[int, tuple[str, int, int]]) -> None:
+    def take(self, shared: Mapping[int, tuple[str, int, int, int]]) -> None:
         begins = not self._manifest.files
-        for file, rows, _ in shared.values():
+        for file, rows, _, length in shared.values():
             self._manifest.files[file] = rows
-            if not (self._folder / file).is_file():
+            if self._length_of(file) != length:
                 raise ConfigurationError(
-                    f"{self._folder} has no {file}, which a worker has written; give vf.predict a folder that all "
-                    "workers share"
+                    f"{self._folder} has no {file} of {length:,} bytes, which a worker has written; give vf.predict a "
+                    "folder that all workers share"
                 )
         if begins:
-            size = sum(size for _, _, size in shared.values())
+            size = sum(size for _, _, size, _ in shared.values())
             self.steps = max(1, min(self._settings.steps, self._settings.bytes // max(1, size)))
 
-    def complete(self) -> None:
-        """Say that all rows are there. Every worker says the same, so that none need be waited for."""
+    def complete(self) -> bool:
+        """Say that all rows are there. Every worker says the same, so it is said if any of them lives."""
         self._manifest.rows = sum(self._manifest.files.values())
         if not self._manifest.rows:
             raise ConfigurationError("the dataset is empty; give one with at least 1 sample")
@@ -196,6 +206,34 @@ class _Files:
         if there is None or there.prediction != self._manifest.prediction:
             raise self._taken()
         self._write(_MANIFEST, msgspec.json.encode(self._manifest))
+        return True
+
+    def close(self) -> None:
+        """Leave the folder to others if the call fails before it has rows; a worker that goes on claims it again."""
+        if self._manifest.files:
+            return
+        with suppress(OSError, ConfigurationError):
+            there = self._read()
+            if there is not None and there.prediction == self._manifest.prediction and self._find() is None:
+                (self._folder / _MANIFEST).unlink()
+
+    def _claim(self, there: _Manifest | None) -> None:
+        """See that the folder, with what is ``there``, is of this prediction."""
+        if there is None:
+            self._write(_MANIFEST, msgspec.json.encode(_Manifest(self._manifest.prediction)))
+        elif there.prediction != self._manifest.prediction:
+            raise self._taken()
+
+    def _find(self) -> Path | None:
+        return next(self._folder.glob("*.safetensors"), None)
+
+    def _length_of(self, file: str) -> int | None:
+        """Bytes of a file, as it is and not as a network file system remembers it."""
+        try:
+            with open_regular(self._folder / file) as opened:
+                return os.fstat(opened.fileno()).st_size
+        except OSError:
+            return None
 
     def _read(self) -> _Manifest | None:
         path = self._folder / _MANIFEST
@@ -209,13 +247,13 @@ class _Files:
     def _write(self, name: str, content: bytes) -> None:
         path = self._folder / name
         try:
-            write_whole(path, content)
+            write_whole(path, content, durable=True)
         except OSError as error:
             raise _unwritten(path, error) from error
 
     def _taken(self) -> ConfigurationError:
         return ConfigurationError(
-            f"{self._folder} holds other files of safetensors, perhaps of another prediction; give vf.predict an empty "
+            f"{self._folder} holds another prediction, or other files of safetensors; give vf.predict an empty "
             "or new folder (workers share one inside the with block of vf.elastic)"
         )
 

@@ -133,17 +133,20 @@ class Session:
         self.state.ready = True
         self.link.send(m.Ready())
 
-    def offer(self, evaluating: bool) -> m.Generation:
+    def offer(self, evaluating: bool, stops: bool = True) -> m.Generation:
         """The planned generation that this worker could enter after the coming exchange.
 
         One that it is not in needs no preparation. An evaluation goes on without joiners: they have no part in it.
+
+        Args:
+            stops: the job may end here. Its last checkpoint says that the script's code behind the step has run.
         """
         with self.link.changed:
             self._offered = None
             newest = self.link.plan
             if newest is None or newest.mode != "planned" or newest.generation <= self.generation:
                 return m.NO_GENERATION
-            if evaluating and newest.joiners:
+            if (evaluating and newest.joiners) or not (stops or newest.members):
                 return m.NO_GENERATION
             if self.is_member(newest) and newest.generation not in self.communicators:
                 return m.NO_GENERATION

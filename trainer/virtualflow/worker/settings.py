@@ -43,8 +43,9 @@ class TrackingSettings:
 class PredictionSettings:
     """How much of a prediction becomes one file of each virtual node."""
 
-    steps: int = 16
-    """Global batches in it, at most; so many are computed again for a worker that is lost."""
+    steps: int = 4
+    """Global batches in it, at most; so many are computed again for a worker that is lost, and up to so many before one
+    that drains may leave."""
     bytes: int = 64 << 20
     """In the files of all virtual nodes, at most; until they are written, workers hold them in memory."""
 

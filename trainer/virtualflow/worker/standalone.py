@@ -67,7 +67,7 @@ class StandaloneSession:
     def request_drain(self, reason: str, seconds: float) -> None:
         self.state.drain_reason = reason
 
-    def offer(self, evaluating: bool) -> m.Generation:
+    def offer(self, evaluating: bool, stops: bool = True) -> m.Generation:
         return m.NO_GENERATION
 
     def agreed_plan(self, offers: Iterable[m.Generation]) -> m.Plan | None:
