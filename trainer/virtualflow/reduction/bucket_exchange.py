@@ -86,7 +86,7 @@ def plan_buckets(
     return buckets
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """A stretch of a bucket's ``at``-th tensor, in elements of it, and who needs its sum."""
 
     at: int
@@ -99,12 +99,12 @@ class Part(NamedTuple):
         return self.end - self.begin
 
 
-def share_bucket(bucket: Bucket, portions: Portions, size: int) -> list[list[Part]]:
+def share_bucket(bucket: Bucket, portions: Portions, size: int) -> list[list[BucketPart]]:
     """For each of ``size`` members what it adds up of a bucket whose sums do not come to all, in the bucket's order."""
-    shared: list[list[Part]] = [[] for _ in range(size)]
+    shared: list[list[BucketPart]] = [[] for _ in range(size)]
     for at, place in enumerate(bucket.places):
         for begin, end, keepers in portions[place]:
-            shared[keepers[0]].append(Part(at, begin, end, keepers))
+            shared[keepers[0]].append(BucketPart(at, begin, end, keepers))
     return shared
 
 
@@ -393,7 +393,7 @@ class SharedExchange(BucketExchange):
         return self._exchange(dict(enumerate(self._sums)), joined)
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        found: dict[int, list[tuple[list[Part], Tensor]]] = {}
+        found: dict[int, list[tuple[list[BucketPart], Tensor]]] = {}
         for needed, row in zip(self._needed, self._sums, strict=True):
             begin = 0
             for at, group in groupby(needed, key=_at):
@@ -421,11 +421,11 @@ class SharedExchange(BucketExchange):
         return list(torch.split(self._incoming, [count * length for count in self._counts]))
 
 
-def _at(part: Part) -> int:
+def _at(part: BucketPart) -> int:
     return part.at
 
 
-def _in_order(pieces: Sequence[tuple[list[Part], Tensor]]) -> list[Tensor]:
+def _in_order(pieces: Sequence[tuple[list[BucketPart], Tensor]]) -> list[Tensor]:
     """The sums of parts of one tensor, ascending, where those of each worker lie one behind the other."""
     found = {
         part.begin: piece

@@ -26,7 +26,7 @@ Rows = Any
 """A tensor with one row a sample, or a tuple, list or dict of such."""
 
 
-class Origin(NamedTuple):
+class RowSource(NamedTuple):
     """Where rows come from, as errors name it."""
 
     giver: str
@@ -87,7 +87,7 @@ def evaluate(
         ConfigurationError: the dataset, the sizes or the rows do not fit.
     """
     hint = ', without reducing over the batch (for a loss: reduction="none", and .mean() of what vf.evaluate returns)'
-    origin = Origin("the function of vf.evaluate", "return", hint)
+    origin = RowSource("the function of vf.evaluate", "return", hint)
 
     def compute(batch: MicroBatch, places: Tensor) -> tuple[Tensor, Rows]:
         rows = check_rows(origin, fn(batch.data), batch.size)
@@ -311,7 +311,7 @@ class _Together(_Alone):
                 turns.give_back()
 
 
-def check_rows(origin: Origin, rows: Rows, samples: int) -> Rows:
+def check_rows(origin: RowSource, rows: Rows, samples: int) -> Rows:
     """``rows`` with tuples for lists.
 
     Raises:
@@ -334,7 +334,7 @@ def check_rows(origin: Origin, rows: Rows, samples: int) -> Rows:
     return rows.detach()
 
 
-def in_order(origin: Origin, parts: Sequence[tuple[Tensor, Rows]]) -> Rows:
+def in_order(origin: RowSource, parts: Sequence[tuple[Tensor, Rows]]) -> Rows:
     """Rows in the order of their places in the dataset.
 
     Args:
@@ -358,7 +358,7 @@ def each(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
     return tuple(each(value, change) for value in rows)
 
 
-def join(origin: Origin, parts: Sequence[Rows]) -> Rows:
+def join(origin: RowSource, parts: Sequence[Rows]) -> Rows:
     """Put rows one behind the other.
 
     Raises:

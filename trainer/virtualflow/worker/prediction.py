@@ -26,8 +26,8 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError, show_errors
 from virtualflow.state import NATIVE
 from virtualflow.worker.evaluation import (
     Collected,
-    Origin,
     Rows,
+    RowSource,
     check_rows,
     each,
     go_through,
@@ -93,9 +93,9 @@ def predict(
     """
     show_errors_plainly()
     device = Staging(device_of(model))
-    origin = Origin("the model", "pass fn=, which returns")
+    origin = RowSource("the model", "pass fn=, which returns")
     if fn is not None:
-        origin = Origin("the function of vf.predict", "return")
+        origin = RowSource("the function of vf.predict", "return")
 
     def compute(batch: MicroBatch, places: Tensor) -> tuple[Tensor, Rows]:
         data = device.move(batch).data
@@ -146,7 +146,7 @@ class _Files:
         self,
         folder: Path,
         prediction: str,
-        origin: Origin,
+        origin: RowSource,
         compute: Callable[[MicroBatch, Tensor], tuple[Tensor, Rows]],
         settings: PredictionSettings,
         holds_lease: Callable[[], bool] = lambda: True,
