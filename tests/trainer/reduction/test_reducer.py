@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from tiers import examples
 from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation, Tensors
 from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.schedule import Choice, Shape, choose_ways
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.tree import subtrees
 from virtualflow.transport.interface import Collectives
@@ -268,6 +270,22 @@ def test_a_tensor_may_become_another_one_from_step_to_step(way: Exchange) -> Non
     found, _ = reduce_on([(problem, ranges) for problem in problems], way, 1.0)
     for results in found:
         assert [bits(tensors) for tensors in results] == [bits(problem.expected(1.0)) for problem in problems]
+
+
+def test_a_script_that_never_comes_back_to_a_set_of_tensors_fills_no_memory() -> None:
+    chosen: list[int] = []
+
+    def choose(shapes: Sequence[Shape], *others: Any) -> list[Choice]:
+        chosen.append(shapes[0].size // 4)
+        return choose_ways(shapes, *others)
+
+    reducer = Reducer(CanonicalSummation(2), ReductionSettings(exchange=SLICES), choose)
+    for numel in range(2, 200):
+        for each in (1, numel):
+            reducer.overlaps(Seat(Table(2), 0), [[0], [1]], [torch.empty(each)])
+    assert len(reducer._schedules) == 64
+    assert chosen == list(range(1, 200)), "what is used again and again is chosen once"
+    reducer.close()
 
 
 def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:

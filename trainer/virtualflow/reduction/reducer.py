@@ -34,6 +34,9 @@ from virtualflow.reduction.traffic import ExchangeLog, Passage
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
 
+_SCHEDULES = 64
+"""Remembered, those used last: a script may leave out other parameters in every step."""
+
 
 class Exchanger:
     """The thread that carries exchanges out, one thing after the other, beside the one that trains.
@@ -297,7 +300,7 @@ class Reducer:
         rows = tuple(len(nodes) for nodes in self._keys(holdings))
         sizes = tuple((templates[place].numel(), templates[place].dtype) for place in places)
         key = (tuple(places), sizes, rows, final)
-        found = self._schedules.get(key)
+        found = self._schedules.pop(key, None)
         if found is None:
             settings, limit = self._settings, self.terms.exchange.bucket_bytes or self._settings.bucket
             buckets = plan_buckets(templates, places, len(rows), alignment=settings.alignment, limit=limit)
@@ -311,9 +314,10 @@ class Reducer:
                 for bucket in buckets
             ]
             choices = self._choose(shapes, final, self.terms, settings)
-            found = self._schedules[key] = [
-                Scheduled(*each, portions) for each in zip(buckets, shapes, choices, strict=True)
-            ]
+            found = [Scheduled(*each, portions) for each in zip(buckets, shapes, choices, strict=True)]
+            if len(self._schedules) >= _SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+        self._schedules[key] = found  # what was used last stands last
         return found
 
     def _plan(
