@@ -26,7 +26,7 @@ from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.admissions import Admissions
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.issuer import Issuer
-from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring, keeping
+from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring, keeping, raise_first
 from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import (
     AdmissionAction,
@@ -307,8 +307,7 @@ class JobController:
                         kept = {pod: event for pod, event in memory.events.items() if pod in here}
                         memory.events = kept | {uid: await self._provisioner.latest_event(job, uid)}
                         again = 0.0
-        if errors:
-            raise errors[0]
+        raise_first(errors)
         return again
 
     async def _change(self, key: Key, job: Job, plan: JobPlan, memory: _Memory) -> float | None:

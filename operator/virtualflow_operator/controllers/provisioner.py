@@ -106,8 +106,7 @@ class Provisioner:
             await asyncio.gather(
                 *(self._issue(job, each.pod, each.renew, errors) for each in issues[first : first + _POD_BATCH])
             )
-        if errors:
-            raise errors[0]
+        raise_first(errors)
 
     async def _issue(self, job: Job, pod: Pod, renew: bool, errors: list[ApiError]) -> None:
         now = time.time()
@@ -221,8 +220,7 @@ class Provisioner:
                 refusal = f"a pod {min(strangers)} without this job's labels is in the way; delete it or rename the job"
         if unexpected is not None:
             raise unexpected
-        if errors:
-            raise errors[0]
+        raise_first(errors)
         return refusal
 
     async def refresh(self, key: Key) -> None:
@@ -271,6 +269,14 @@ def keeping(errors: list[ApiError]) -> Iterator[None]:
         yield
     except ApiError as error:
         errors.append(error)
+
+
+def raise_first(errors: Sequence[ApiError]) -> None:
+    """Raise the first error, if there is any; the others are logged here, since nobody else hears of them."""
+    for error in errors[1:]:
+        logger.warning("beside another failure: %s", error)
+    if errors:
+        raise errors[0]
 
 
 async def ignoring(call: Awaitable[object], *errors: type[ApiError]) -> None:

@@ -93,7 +93,7 @@ def as_expired(event: bytes) -> bytes:
 
 
 class WatchSession(kopf.AiohttpSession):
-    """What kopf itself would connect with, but for two things.
+    """What kopf itself would connect with, but for three things.
 
     It reads only so deep: without that, one object would end its watch. A watch that ends as soon as it has begun
     begins anew after a wait: kopf itself asks again at once. And no error that the API server tells within a watch ends
