@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from elastic_jobs import ElasticJob, alone, die_here, trained
 from injected import injected
 from safetensors.torch import load_file
+from test_evaluation import flatten
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -62,14 +63,6 @@ OUTPUTS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "of a stream": lambda model, batch: (model(batch), (batch[:, 0] * 100 / 3).round().long()),
     "what is drawn": lambda model, batch: (torch.rand(len(batch[0])), batch[1]),
 }
-
-
-def plain(rows: Any) -> list[Any]:
-    if isinstance(rows, dict):
-        return [plain(value) for _, value in sorted(rows.items())]
-    if isinstance(rows, tuple):
-        return [plain(value) for value in rows]
-    return [str(rows.dtype), rows.tolist()]
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -119,7 +112,7 @@ def predict_twice(
         to = f"{folder}/{number}" if folder else None
         data = Striped() if output == "of a stream" else dataset
         given = vf.predict(model, data, rows, batch_size=BATCH, to=to)
-        found.append(plain(given) if to is None else content(Path(to)))
+        found.append(flatten(given) if to is None else content(Path(to)))
         assert output == "of a stream" or len(set(computed)) == len(computed), "no worker computes a batch twice"
         assert model.training
 
@@ -182,7 +175,7 @@ def test_files_hold_what_is_returned_in_the_order_of_the_dataset(output: str, tm
     if output == "what is drawn":  # of each exchange anew, so other numbers, and as many of them
         assert len(set(rows_of("written")[0].tolist())) == SIZE
         return
-    assert [plain(rows) for rows in rows_of("written")] == leaves(returned.metrics)
+    assert [flatten(rows) for rows in rows_of("written")] == leaves(returned.metrics)
     if output in ("a tuple", "of a stream"):
         assert returned.metrics[0][1] == ["torch.int64", list(range(SIZE))]
 
