@@ -18,7 +18,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")  # that of workers, or none of thos
 # Several processes test side by side: more threads than cores would wait for each other, and spin while they do.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-EXAMPLES = {"default": 25, "nightly": 200}
+EXAMPLES = {"default": 20, "nightly": 200}
 """What hypothesis tries where a test does not say otherwise; one that does, says it for 100 (see ``tiers``)."""
 
 

@@ -76,7 +76,7 @@ SETS = {"defaults": DEFAULTS, "namespaced": NAMESPACED, "everything": EVERYTHING
 each_set = pytest.mark.parametrize("values", SETS.values(), ids=SETS.keys())
 
 
-class StrictLoader(yaml.SafeLoader):
+class StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Refuses a key that stands twice, as the API server does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -108,7 +108,11 @@ def _rendered(values: str, release: str) -> str:
 
 def render(values: Mapping[str, Any], release: str = RELEASE) -> list[Object]:
     """Return the objects that the chart makes of these values."""
-    text = _rendered(json.dumps(values), release)
+    return parse(_rendered(json.dumps(values), release))
+
+
+def parse(text: str) -> list[Object]:
+    """Return the objects of YAML documents."""
     return [found for found in yaml.load_all(text, StrictLoader) if found]
 
 

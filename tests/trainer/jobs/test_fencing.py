@@ -16,6 +16,7 @@ from checkpoints import checkpoint_of, steps_in
 from elastic_jobs import ElasticJob, Trained, alone, trained
 
 import virtualflow as vf
+from tiers import nightly, slow
 from virtualflow.protocol import http_api
 from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.settings import ENV_WORKER
@@ -65,7 +66,7 @@ def train(directory: str = "", when: str = "") -> Trained:
     return trained(run, model, optimizer, more=tuple(led))
 
 
-@pytest.mark.parametrize("when", ["after", pytest.param("before", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("when", [slow("after"), nightly("before")])
 def test_what_a_leader_writes_that_was_stopped_and_replaced_does_not_count(
     when: str, tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:

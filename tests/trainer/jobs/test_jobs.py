@@ -97,6 +97,7 @@ def test_digits_gives_the_same_bits_while_all_certificates_change_every_second(
     assert int(renewed[1]) >= 2
 
 
+@pytest.mark.slow
 def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: Finished, tmp_path: Path) -> None:
     finished = run_job(
         tmp_path, "--virtual-nodes", "8", "--workers", "3", "--schedule", "25:all",

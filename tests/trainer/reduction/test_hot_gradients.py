@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 from thread_collectives import take_seats, together
 from torch import Tensor
 
-from tiers import examples, nightly
+from tiers import examples, nightly, slow
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
@@ -59,7 +59,8 @@ RANGES = {
     "unaligned": [range(3), range(3, 8)],
     "one and the rest": [range(1), range(1, 8)],
 }
-BY_DAY = {("gathered whole", "alone"), ("in buckets", "unaligned")}
+TIERS = {("in buckets", "unaligned"): pytest.param, ("gathered whole", "alone"): slow}
+"""The others are nightly."""
 
 
 @dataclass
@@ -185,7 +186,7 @@ def reference(script: Callable[[Body], None]) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize(
     ("how", "ranges"),
-    [pair if pair in BY_DAY else nightly(*pair, id=f"{pair[0]}-{pair[1]}") for pair in product(HOT, RANGES)],
+    [TIERS.get(pair, nightly)(*pair, id=f"{pair[0]}-{pair[1]}") for pair in product(HOT, RANGES)],
 )
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_bits_and_what_a_script_sees_are_those_of_waiting(
