@@ -43,7 +43,6 @@ from virtualflow_operator.jobs import (
     ReadEvents,
     Scene,
     TemplateVerdict,
-    event_messages,
     is_progress,
     manifests,
     phases,
@@ -351,7 +350,7 @@ class JobController:
                 answers[role] = await self._provisioner.pods(key, job, creations, made)
             finally:
                 if role == WORKER and made:
-                    await self._record(job, event_messages.created(made))
+                    await self._record(job, EventMessage.created(made))
             refusal.note(answers[role], self._settings)
             again = 0.0 if answers[role] else again
             if answers[role]:

@@ -4,6 +4,7 @@ draft in which the rules of one decision put it together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 
 from virtualflow.protocol.http_api import Call
 from virtualflow.protocol.messages import Change
+from virtualflow_operator import reasons
 from virtualflow_operator.api import Job, JobStatus, Object, Pod
 
 # --- to the API server ------------------------------------------------------------------------------------------------
@@ -107,6 +109,38 @@ class EventMessage:
     message: str
     warning: bool = False
 
+    @classmethod
+    def lost(cls, worker: str, why: str, node: str = "") -> EventMessage:
+        """A worker is lost; its node is named where the next one had better not go, too."""
+        where = f" on node {node}" if node else ""
+        return cls(reasons.LOST, f"{worker}{where} is lost: {why}", warning=True)
+
+    @classmethod
+    def convicted(cls, why: str) -> EventMessage:
+        """A worker was found to be wrong; ``why`` names it and its node."""
+        return cls(reasons.CONVICTED, f"{why}; the job keeps off that node where it can", warning=True)
+
+    @classmethod
+    def draining(cls, workers: Iterable[str], why: str) -> EventMessage:
+        return cls(reasons.DRAINING, f"draining {_listed(workers)}: {why}")
+
+    @classmethod
+    def created(cls, workers: Iterable[str]) -> EventMessage:
+        return cls(reasons.CREATED, f"created {_listed(workers)}")
+
+    @classmethod
+    def crashed(cls, why: str) -> EventMessage:
+        return cls(reasons.CRASHED, why, warning=True)
+
+    @classmethod
+    def attempt_failed(cls, attempt: int, why: str) -> EventMessage:
+        """All workers start again; attempts are counted from 1."""
+        return cls(reasons.CRASHED, f"attempt {attempt} failed: {why}", warning=True)
+
+    @classmethod
+    def coordinator_replaced(cls) -> EventMessage:
+        return cls(reasons.COORDINATOR_LOST, "the coordinator is replaced; training goes on without it meanwhile")
+
 
 @dataclass(frozen=True)
 class JobPlan:
@@ -180,3 +214,10 @@ class Draft:
     def job(self) -> Job:
         """The job with the status as it is about to be written."""
         return replace(self._job, status=self.status)
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    if len(shown) > 8:
+        shown = [*shown[:7], f"{len(shown) - 7} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)

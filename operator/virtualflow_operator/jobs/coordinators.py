@@ -11,8 +11,8 @@ from virtualflow.protocol.http_api import BeginCall, LivingWorker, ScaleCall
 from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
-from virtualflow_operator.jobs import event_messages, manifests
-from virtualflow_operator.jobs.actions import FAILED_GRACE, CreatePod, CreateService, Draft, PointService
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.actions import FAILED_GRACE, CreatePod, CreateService, Draft, EventMessage, PointService
 from virtualflow_operator.jobs.identities import name_identity
 from virtualflow_operator.jobs.pod_classification import find_disruption
 from virtualflow_operator.jobs.scene import JobFacts
@@ -49,7 +49,7 @@ def keep_coordinator(facts: JobFacts, draft: Draft, *, accepted: bool) -> None:
         facts.admitted.placement.place_coordinator(manifest)
         draft.actions.append(CreatePod(COORDINATOR, manifest))
         if pods.coordinators:
-            draft.events.append(event_messages.coordinator_replaced())
+            draft.events.append(EventMessage.coordinator_replaced())
     if service is None:
         called = next((worker.pod.calls for worker in pods.workers if worker.pod.live and worker.pod.calls), "")
         draft.actions.append(CreateService(manifests.service(facts.job, ordinal, called)))

@@ -5,26 +5,27 @@ A job that is to have no workers comes to rest: they stop behind the same step, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
+from virtualflow.protocol.crashes import Crashes
 from virtualflow.protocol.http_api import Status, StopCall
 from virtualflow.protocol.messages import NonFinite
 from virtualflow.protocol.settings import MAX_REASON
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus, Unfit, format_time, parse_time
-from virtualflow_operator.jobs import event_messages, phases
-from virtualflow_operator.jobs.actions import FAILED_GRACE, DeleteJob, Draft
-from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
+from virtualflow_operator.api import Failures, JobStatus, Pod, Unfit, format_time, parse_time
+from virtualflow_operator.jobs import phases
+from virtualflow_operator.jobs.actions import FAILED_GRACE, DeleteJob, Draft, EventMessage
 from virtualflow_operator.jobs.conditions import amend, training_health
 from virtualflow_operator.jobs.coordinators import unheard
 from virtualflow_operator.jobs.job_status_builder import build_status, known_step
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import JobFacts
 from virtualflow_operator.jobs.workers import templates_accepted
+from virtualflow_operator.settings import CrashSettings
 
 _DOUBTED_NODES = 8
 """Of the nodes on which a worker was found to be wrong, a job keeps off so many: the latest."""
@@ -111,7 +112,7 @@ def attempt_failed(facts: JobFacts, draft: Draft) -> JobStatus | None:
     if failures.count > facts.spec.backoff_limit:
         return _give_up(facts, draft, message)
     attempt, health = draft.status.attempt + 1, training_health(draft.status, remote)
-    draft.events.append(event_messages.attempt_failed(attempt, message))
+    draft.events.append(EventMessage.attempt_failed(attempt, message))
     failures = msgspec.structs.replace(failures, unfit=())  # all of them are tried again
     draft.amend(attempt=attempt, coordinator=None, start_ticket=None, failures=failures)
     draft.wake(facts.now + 0.01)
@@ -149,13 +150,13 @@ def crashed_too_often(facts: JobFacts, draft: Draft) -> JobStatus | None:
         return None
     fresh = [worker for worker in crashed if worker.pod.uid not in known]
     fresh_refused = [worker for worker in refused if worker.pod.uid not in known]
-    draft.events += [event_messages.crashed(worker.message) for worker in fresh]
+    draft.events += [EventMessage.crashed(worker.message) for worker in fresh]
     fresh_given_up = [worker for worker in given_up if worker.pod.uid not in known]
     for worker in (*fresh_refused, *fresh_given_up):
         draft.events.append(
-            event_messages.convicted(worker.message)
+            EventMessage.convicted(worker.message)
             if worker.convicted
-            else event_messages.lost(worker.pod.name, worker.message, worker.pod.node)
+            else EventMessage.lost(worker.pod.name, worker.message, worker.pod.node)
         )
     for worker in fresh if facts.spec.on_non_finite == "Stop" else ():
         told = worker.pod.exit.last_word if worker.pod.exit is not None else None
@@ -292,3 +293,100 @@ def suspend(facts: JobFacts, draft: Draft) -> JobStatus:
     if facts.rejection and not accepted:
         return phases.rejected(status, facts.job, facts.rejection, now)
     return phases.creation_refused(status, facts.job, facts.scene.failure, now) if facts.scene.failure else status
+
+
+# --- the books of crashes ---------------------------------------------------------------------------------------------
+#
+# ``virtualflow.protocol.crashes`` says what a crash counts for, and how long is waited after it. A worker that the
+# coordinator refused or declared lost (exit code 75), or that hangs or was found to be wrong, counts as one;
+# disruptions never come here.
+
+
+def uncounted(failures: Failures, crashed: Collection[Pod]) -> list[Pod]:
+    return [pod for pod in crashed if pod.uid not in failures.counted]
+
+
+def count_crash(
+    failures: Failures, crashed: Collection[Pod], step: int, message: str, now: float, settings: CrashSettings
+) -> Failures:
+    """Put these crashed pods into the books.
+
+    Args:
+        crashed: all crashed pods that still exist; the counted ones stay in the books as long as they do.
+    """
+    uids = tuple(sorted({*failures.counted, *(pod.uid for pod in crashed)}))
+    if not _of_another_round(failures, crashed):
+        return msgspec.structs.replace(failures, counted=uids)
+    # The first of a streak is replaced at once, as the kubelet restarts a container.
+    return _count(failures, step, message, now, settings, uids, at_once=1)
+
+
+def count_refusal(
+    failures: Failures,
+    crashed: Collection[Pod],
+    refused: Collection[Pod],
+    message: str,
+    now: float,
+    settings: CrashSettings,
+) -> Failures:
+    """Put workers into the books that a kubelet has refused.
+
+    That is nobody's crash, but one that is refused again and again is waited for longer and longer.
+
+    Args:
+        refused: all refused ones that still exist.
+    """
+    uids = tuple(sorted(pod.uid for pod in (*crashed, *refused) if pod.uid in failures.counted or pod in refused))
+    if not uncounted(failures, refused):
+        return msgspec.structs.replace(failures, counted=uids)
+    counted = _count(failures, failures.step, message, now, settings, uids, at_once=1)
+    return msgspec.structs.replace(counted, count=failures.count)
+
+
+def count_failed_attempt(
+    failures: Failures, crashed: Collection[Pod], step: int, message: str, now: float, settings: CrashSettings
+) -> Failures:
+    """The job as a whole has failed: all workers start again after a wait.
+
+    A failure whose worker was counted as a crashed pod already is not counted twice.
+    """
+    raised = [pod for pod in crashed if pod.exit and pod.exit.last_word and pod.exit.last_word.kind == "failed"]
+    if raised and not _of_another_round(failures, raised):
+        waiting = _read(failures).waiting(now, settings.waits)
+        return _write(failures, waiting, message, ())
+    return _count(failures, step, message, now, settings, (), at_once=0)
+
+
+def _of_another_round(failures: Failures, crashed: Collection[Pod]) -> bool:
+    """Whether one of these is in no book and was made after the last crash that is."""
+    return _read(failures).begins_round(pod.created for pod in uncounted(failures, crashed))
+
+
+def _count(
+    failures: Failures,
+    step: int,
+    message: str,
+    now: float,
+    settings: CrashSettings,
+    uids: tuple[str, ...],
+    at_once: int,
+) -> Failures:
+    return _write(failures, _read(failures).after(step, now, settings.waits, at_once=at_once), message, uids)
+
+
+def _read(failures: Failures) -> Crashes:
+    last, retry = parse_time(failures.last_time), parse_time(failures.retry_time)
+    return Crashes(failures.count, failures.streak, failures.step, last, retry)
+
+
+def _write(failures: Failures, crashes: Crashes, message: str, uids: tuple[str, ...]) -> Failures:
+    return msgspec.structs.replace(
+        failures,
+        count=crashes.count,
+        streak=crashes.streak,
+        step=crashes.step,
+        last_time=None if crashes.last is None else format_time(crashes.last),
+        retry_time=None if crashes.retry is None else format_time(crashes.retry),
+        message=message,
+        counted=uids,
+    )

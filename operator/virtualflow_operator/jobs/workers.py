@@ -14,8 +14,16 @@ from virtualflow.protocol.settings import MAX_REASON
 from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import Node, Object, Standing, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
-from virtualflow_operator.jobs import event_messages, manifests
-from virtualflow_operator.jobs.actions import FAILED_GRACE, LINGER_GRACE, CheckTemplates, CreatePod, Draft, ReadEvents
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.actions import (
+    FAILED_GRACE,
+    LINGER_GRACE,
+    CheckTemplates,
+    CreatePod,
+    Draft,
+    EventMessage,
+    ReadEvents,
+)
 from virtualflow_operator.jobs.identities import name_identity, restore_identities
 from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
@@ -266,7 +274,7 @@ def tell_losses(facts: JobFacts, draft: Draft) -> None:
             if worker.fate != "left" and worker.standing in ("training", "draining"):
                 draft.recoveries.add(worker.incarnation)
             if worker.fate != "left":
-                draft.events.append(event_messages.lost(worker.pod.name, worker.reason))
+                draft.events.append(EventMessage.lost(worker.pod.name, worker.reason))
     _tell_deleted(facts, draft)
     _confirm_ends(facts, draft)
     drain(facts, draft, ((worker, worker.reason) for worker in facts.pods.of("leaving", "announced")))
@@ -286,7 +294,7 @@ def _tell_deleted(facts: JobFacts, draft: Draft) -> None:
             draft.calls.append(GoneCall(known.worker, known.incarnation, _POD_GONE))
             if known.state in ("training", "draining"):
                 draft.recoveries.add(known.incarnation)
-            draft.events.append(event_messages.lost(known.worker, _POD_GONE))
+            draft.events.append(EventMessage.lost(known.worker, _POD_GONE))
 
 
 def _confirm_ends(facts: JobFacts, draft: Draft) -> None:
@@ -317,7 +325,7 @@ def drain(facts: JobFacts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, 
         deadline = min(graces, default=float(facts.spec.elasticity.drain_grace_seconds))
         names = tuple(worker.pod.name for worker in workers)
         draft.calls.append(DrainCall(names, max(deadline, 0.0), reason[:MAX_REASON]))
-        draft.events.append(event_messages.draining(names, reason))
+        draft.events.append(EventMessage.draining(names, reason))
 
 
 def delete_ended(facts: JobFacts, draft: Draft) -> None:

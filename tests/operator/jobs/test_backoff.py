@@ -12,7 +12,7 @@ from scenes import NOW, ended, training
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job import Failures
 from virtualflow_operator.api.objects import Pod, format_time, parse_time
-from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
+from virtualflow_operator.jobs.endings import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.settings import CrashSettings
 
 WAITS = CrashSettings()

@@ -35,7 +35,7 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api.job import JobStatus
 from virtualflow_operator.api.objects import Node, format_time
 from virtualflow_operator.jobs.actions import ReadEvents
-from virtualflow_operator.jobs.event_messages import messages_of_change
+from virtualflow_operator.jobs.reconcile import events_of_change
 from virtualflow_operator.jobs.scene import PodEvent
 
 
@@ -77,7 +77,7 @@ def test_moved_virtual_nodes_are_told_as_what_they_are() -> None:
     moved = change(7, "rebalance", from_=2, to=2, reason="digits-workers-1 is slow")
     stage = progress(stage, changes=(moved,), last_change=moved, changes_total=1)
     after = stage.decide().status
-    [notice] = messages_of_change(before, after, [moved])
+    [notice] = events_of_change(before, after, [moved])
     assert (notice.reason, notice.warning) == (reasons.REBALANCED, False)
     assert notice.message == describe_change(moved)
 
@@ -382,7 +382,7 @@ def test_a_message_is_never_longer_than_people_read() -> None:
 
 def test_the_beginning_of_the_training_is_an_event_of_its_own() -> None:
     fresh, begun = JobStatus(), msgspec.structs.replace(JobStatus(), phase="Running", ready_replicas=2, step=40)
-    assert [n.message for n in messages_of_change(fresh, begun, [])] == ["training with 2 workers"]
+    assert [n.message for n in events_of_change(fresh, begun, [])] == ["training with 2 workers"]
     again = msgspec.structs.replace(fresh, attempt=1)
-    assert [n.message for n in messages_of_change(again, begun, [])] == ["training with 2 workers, from step 40"]
-    assert messages_of_change(begun, begun, []) == []
+    assert [n.message for n in events_of_change(again, begun, [])] == ["training with 2 workers, from step 40"]
+    assert events_of_change(begun, begun, []) == []
