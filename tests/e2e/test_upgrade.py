@@ -20,7 +20,8 @@ from kstatus import kstatus
 OLD = os.environ.get("VIRTUALFLOW_E2E_OLD", "")
 """The older version: a commit, whose images have the tag ``old``."""
 QUEUE = "e2e-upgrade"
-STEPS = 3000
+STEPS = 800
+"""At half a second each far more than two changes of version take, and few enough for a slow machine at the end."""
 
 pytestmark = pytest.mark.skipif(
     not OLD,
@@ -88,8 +89,8 @@ def pods(job: Job) -> dict[str, int]:
 def test_jobs_train_on_through_an_upgrade_and_the_way_back(
     installed: Installed, namespace: str, release: Release, reference: Callable[[Object], str]
 ) -> None:
-    plain = older(digits("plain", steps=STEPS, pause=0.2))
-    queued = take_slot(older(digits("queued", steps=STEPS, pause=0.2, queue=QUEUE, maxReplicas=2)))
+    plain = older(digits("plain", steps=STEPS, pause=0.5))
+    queued = take_slot(older(digits("queued", steps=STEPS, pause=0.5, queue=QUEUE, maxReplicas=2)))
     jobs = [
         Job(installed.cluster, namespace, manifest["metadata"]["name"]).create(manifest) for manifest in (plain, queued)
     ]
