@@ -103,6 +103,7 @@ def test_through_a_storm_jobs_become_what_they_should_and_nothing_twice(
         raise outcome
 
 
+@pytest.mark.slow
 def test_a_storm_that_does_not_end_is_met_with_patience(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start(queue__backoff_first=0.2, queue__backoff_most=60.0)
@@ -280,6 +281,7 @@ def test_an_outage_of_the_api_server_costs_the_training_nothing(tmp_path: Path) 
     play(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_an_operator_that_finds_no_api_server_waits_for_it(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.server.stop()

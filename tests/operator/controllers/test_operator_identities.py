@@ -107,6 +107,7 @@ def test_no_secret_stands_in_a_pods_manifest_or_is_read(tmp_path: Path) -> None:
 # --- what is replaced while they train --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_certificates_are_replaced_while_a_job_trains(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start(certificates=OFTEN)

@@ -176,6 +176,7 @@ def test_workers_that_verify_differently_are_refused(start_job: Callable[..., El
 # --- through the command line -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_evicted_worker_is_replaced_and_every_sample_counts_once(tmp_path: Path) -> None:
     quiet, noisy = tmp_path / "quiet", tmp_path / "noisy"
     quiet.mkdir()

@@ -123,6 +123,7 @@ def test_a_process_group_of_the_script_is_advised_against_alone_and_in_a_job(tmp
         assert "environment variable RANK expected" in finished.stderr  # torch's own stands before it
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_before_an_absent_coordinator_is_waited_for(script: Path) -> None:
     absent = {"VIRTUALFLOW_COORDINATOR": "http://127.0.0.1:9", "VIRTUALFLOW_TOKEN": "any"}
     command = [sys.executable, "-c", LESS_PATIENT, str(script), "30", "5", "8"]

@@ -56,6 +56,7 @@ def test_the_status_names_metric_and_first_step_and_shows_nan(start_job: Callabl
     assert [e.text for e in status.events if e.kind == "warning"] == [f"loss became NaN in step {BAD}"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_finite_again_is_shown_and_what_was_stays_known(start_job: Callable[..., ElasticJob]) -> None:
     job = start_job(train, "", BAD, BAD + 1, workers=2)
     job.results()

@@ -144,6 +144,7 @@ def test_who_has_entered_does_not_tell_a_plan_back_that_is_known() -> None:
     assert crowd.state.running == plan
 
 
+@pytest.mark.slow
 def test_what_many_say_at_once_is_decided_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     rest = 0.5 / WORKERS
 
