@@ -122,6 +122,31 @@ def without_a_run(shape: str) -> Any:
     return flatten(rows)
 
 
+class Merging(torch.nn.Linear):
+    """An adapter as some libraries have it: in evaluation mode it is merged into the weight."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_a_module_that_does_more_than_to_set_its_mode_does_it_on_the_way_back_too() -> None:
+    model = torch.nn.Sequential(Merging(3, 3), torch.nn.Dropout())
+    model[1].train(False)
+    seen = []
+
+    def rows(batch: Any) -> Any:
+        seen.append(model[0].merged)
+        return model(batch[0])
+
+    vf.evaluate(model, torch.utils.data.TensorDataset(torch.randn(6, 3)), rows, batch_size=3)
+    assert set(seen) == {True}
+    assert not model[0].merged
+    assert [part.training for part in model.modules()] == [True, True, False]
+
+
 def test_without_a_run_one_process_does_everything() -> None:
     model, _, dataset = built()
     model.eval()

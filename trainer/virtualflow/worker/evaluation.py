@@ -165,6 +165,8 @@ def go_through(
             (_Alone(source, collector) if loop is None else _Together(source, collector, loop, call)).run()
     finally:
         source.close()
+        # By its own method first: a module that does more in it than to set the modes (merged adapters) undoes that.
+        model.train(modes[model])
         for module, training in modes.items():
             module.training = training
 
