@@ -342,6 +342,7 @@ class Switches:
         """Which parameters are trained when a virtual node of the present attempt begins."""
         self._named = named
         self._parameters = [parameter for _, parameter in named]
+        self._built = self._read()
         self._ever: set[int] = set()
         """Those that an inner loop has ever left otherwise than it found them: part of the state."""
 
@@ -381,7 +382,10 @@ class Switches:
 
     @property
     def state(self) -> dict[str, bool]:
-        return {name: parameter.requires_grad for name, parameter in (self._named[n] for n in sorted(self._ever))}
+        """Those that the script has switched since it built the model, perhaps once, which nobody else will repeat."""
+        pairs = zip(self._read(), self._built, strict=True)
+        switched = self._ever | {place for place, (now, built) in enumerate(pairs) if now is not built}
+        return {name: parameter.requires_grad for name, parameter in (self._named[place] for place in sorted(switched))}
 
     def restore(self, state: Mapping[str, bool]) -> None:
         for place, (name, parameter) in enumerate(self._named):

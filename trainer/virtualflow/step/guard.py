@@ -234,9 +234,14 @@ class Guard(StepPart):
                 "calls of unscale_, step and update (clip by clip_grad_norm=)"
             )
         if any(optimizer is part for part in self._optimizers):
+            # What the next zero_grad() would have thrown away counts without the calls.
+            several = (
+                "; gradients that another optimizer's loss leaves in its parameters count, too: freeze those meanwhile "
+                "by requires_grad_(False)"
+            )
             raise ConfigurationError(
                 f"the script has called {name}.step(), and the library steps the optimizer when the gradients of all "
-                "micro-batches are there; remove the call"
+                f"micro-batches are there; remove the call{several if len(self._optimizers) > 1 else ''}"
             )
         raise ConfigurationError(
             f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
