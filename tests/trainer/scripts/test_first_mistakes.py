@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from elastic_jobs import ElasticJob
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +34,30 @@ def train(arguments: Arguments) -> int:
             for x, y in step:
                 F.mse_loss(model(x), y).backward()
     return run.completed_steps
+
+
+def logging_some(every: int) -> float:
+    """As loops over a ``DataLoader`` have it; each worker counts its own micro-batches."""
+    given = usual()
+    model = given["model"]
+    with vf.elastic(**given, virtual_nodes=4) as run:
+        for step in run:
+            for i, (x, y) in enumerate(step):
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                if i % every == 0:
+                    step.log(loss=loss)
+    return run.metrics["loss"]
+
+
+@pytest.mark.parametrize("every", [100, 2])
+def test_logging_some_micro_batches_by_their_count_is_refused_in_a_job(
+    every: int, start_job: Callable[..., ElasticJob]
+) -> None:
+    assert logging_some(every) > 0
+    (outcome,) = start_job(logging_some, every, workers=1).finish().values()
+    assert outcome.kind == "ConfigurationError"
+    assert "step.log told of loss in one computation of a virtual node and not in another" in outcome.text
 
 
 class WithEpoch:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import ElasticJob
+from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torchs
+from torch.optim import swa_utils
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
@@ -316,3 +317,65 @@ def test_it_is_refused_where_state_travels_and_else_only_told(
         train(checkpoint=tmp_path)
     (outcome,) = start_job(train, workers=1).finish().values()
     assert "keeps steps, slow outside of its state_dict" in outcome.text
+
+
+# --- schedulers that the script keeps for itself ----------------------------------------------------------------------
+
+
+def steps_it_by_hand(make: Callable[[Any], Any], passes: str = "", dies: str = "") -> Trained:
+    """The script steps one scheduler more than it may have passed."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.2)
+    by_hand, more = make(optimizer), {}
+    if passes == "another":
+        more = {"scheduler": torchs.StepLR(optimizer, 2), "scheduler_interval": "step"}
+    elif passes:
+        more = {"state": {"by_hand": by_hand}}
+    x = torch.linspace(-1, 1, 512).reshape(64, 8)
+    data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+    with vf.elastic(net, optimizer, data, batch_size=16, steps=9, virtual_nodes=4, **more) as run:  # type: ignore[arg-type]
+        for step in run:
+            for a, b in step:
+                loss = F.mse_loss(net(a), b)
+                loss.backward()
+                step.log(loss=loss)
+            by_hand.step(step.metrics["loss"])
+            if step.number == 6:
+                die_here(dies)
+    return trained(run, net, optimizer, more=optimizer.param_groups[0]["lr"])
+
+
+def plateau(optimizer: Any) -> Any:
+    return torchs.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5, factor=0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "passes"), [(plateau, ""), (lambda o: swa_utils.SWALR(o, 0.01), "another")], ids=["plateau", "averaging"]
+)
+def test_a_scheduler_that_only_the_script_knows_is_refused(make: Callable[[Any], Any], passes: str) -> None:
+    with pytest.raises(ConfigurationError, match=r'scheduler in by_hand, .* state=\{"by_hand": by_hand\}'):
+        steps_it_by_hand(make, passes)
+
+
+def test_one_that_is_passed_as_state_goes_with_it(start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(steps_it_by_hand, plateau, "as state")
+    assert reference.more < 0.2, "it has reduced the learning rate"
+    job = start_job(steps_it_by_hand, plateau, "as state", "worker-1", workers=2, hold=4)
+    job.reach(4)
+    job.join()
+    assert job.results() == [reference] * 2
+
+
+def test_a_scheduler_inside_of_the_one_that_is_passed_is_known() -> None:
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.2)
+    first, then = torchs.ConstantLR(optimizer, 0.1), torchs.ExponentialLR(optimizer, 0.9)
+    both = torchs.SequentialLR(optimizer, [first, then], [5])
+    data = TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
+    with vf.elastic(net, optimizer, data, batch_size=16, steps=1, scheduler=both) as run:
+        for step in run:
+            for x, y in step:
+                F.mse_loss(net(x), y).backward()
+    assert run.completed_steps == 1
+    assert (first, then) == tuple(both._schedulers)

@@ -15,7 +15,7 @@ pass of a virtual node goes through a graph that was there before its forward pa
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,14 +40,16 @@ class Repetition:
     def __init__(self, model: nn.Module) -> None:
         self._named = list(model.named_parameters())
         self._first: list[Tensor | None] | None = None
+        self._logged: frozenset[str] = frozenset()
         self._graphs = KeptGraphs(model)
 
     @property
     def under_way(self) -> bool:
         return self._first is not None
 
-    def note(self) -> None:
-        self._first = self._gradients()
+    def note(self, logged: Collection[str] = ()) -> None:
+        """Take note of the first computation, and of the names of what the script has logged in it."""
+        self._first, self._logged = self._gradients(), frozenset(logged)
         self._graphs.watch()
 
     def forget(self) -> None:
@@ -55,7 +57,12 @@ class Repetition:
         self._first = None
         self._graphs.forget()
 
-    def compare(self) -> None:
+    def compare(self, logged: Collection[str] = ()) -> None:
+        """Compare the second one with it.
+
+        Raises:
+            ConfigurationError: they differ; the sentence says in what, and what to do.
+        """
         assert self._first is not None
         found = self._gradients()
         if all(before is None for before in self._first) and any(now is not None for now in found):
@@ -70,6 +77,13 @@ class Repetition:
                     "its own, a criterion with running statistics, a loop that asks for the next micro-batch ahead); "
                     "make it a buffer of the model, or compute it from the micro-batch and step.number"
                 )
+        odd = sorted(self._logged.symmetric_difference(logged))
+        if odd:
+            raise ConfigurationError(
+                f"step.log told of {', '.join(odd)} in one computation of a virtual node and not in another: the "
+                "script counts micro-batches to log some of them (enumerate, a counter), and each worker has others; "
+                "log in each micro-batch, of which step.metrics has the mean, or choose steps by step.number"
+            )
         self.forget()
 
     def _gradients(self) -> list[Tensor | None]:

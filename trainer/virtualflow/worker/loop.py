@@ -22,6 +22,7 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError, NonFinite
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.wording import counted
 from virtualflow.reduction import AttemptSpoiled
+from virtualflow.state import optimizers_of
 from virtualflow.step import (
     LOOKS_AHEAD,
     Attempt,
@@ -34,7 +35,7 @@ from virtualflow.step import (
     forget_cached_weights,
 )
 from virtualflow.worker.divergence import SpotChecking, end_by_divergence
-from virtualflow.worker.process import check_averages
+from virtualflow.worker.process import check_left_behind
 from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
@@ -100,7 +101,7 @@ class Loop:
 
     def steps(self) -> Iterator[Step]:
         context = self.context
-        check_averages(context.training.companions.knows)
+        check_left_behind(context.training.knows, optimizers_of(context.training.optimizer))
         if self._state.running:
             self._repetition = None  # others have proved it
         else:
@@ -352,7 +353,7 @@ class Loop:
             if guard.looks:
                 guard.check()
             if self._repetition is not None and self._repetition.under_way:
-                self._repetition.compare()
+                self._repetition.compare(attempt.told.metrics)
                 self._repetition = None
             if last and self._kernels_on is not None:
                 # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
@@ -373,7 +374,7 @@ class Loop:
         yield from self._present(attempt)
         attempt.batch = batch
         self._guard.check(look=True)
-        repetition.note()
+        repetition.note(attempt.told.metrics)
         self._sync.discard()
 
     def _look_again(self, attempt: Attempt, nodes: range) -> Iterator[Any]:

@@ -19,11 +19,13 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import FrameType, ModuleType
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from virtualflow._process import end_at_once
@@ -184,13 +186,25 @@ _IN_ORDER = (None, 0, 128 + signal.SIGTERM)
 """Exit codes of a script that ends because SIGTERM has told it to."""
 
 
-def check_averages(known: Callable[[object], bool]) -> None:
-    """See that no average of weights in reach of the script would be left behind."""
+def check_left_behind(known: Callable[[object], bool], optimizers: Sequence[Optimizer]) -> None:
+    """See that nothing in reach of the script would be left behind that is part of the training.
+
+    Args:
+        known: whether an object is part of the state.
+        optimizers: of the training.
+    """
     for name, value in _variables(sys._getframe(1)):
         if isinstance(value, AveragedModel) and not known(value):
             raise ConfigurationError(
                 f"the script keeps an average of weights in {name}, which a worker that joins or a checkpoint would "
                 f'not have; pass it to vf.elastic: state={{"{name}": {name}}}'
+            )
+        ours = isinstance(value, LRScheduler) and any(value.optimizer is one for one in optimizers)
+        if ours and not known(value):
+            raise ConfigurationError(
+                f"the script has a learning rate scheduler in {name}, whose state a worker that joins or a checkpoint "
+                'would not have; pass it to vf.elastic as scheduler=, with scheduler_interval="manual" if the script '
+                f'steps it, or beside another one as state={{"{name}": {name}}}'
             )
 
 

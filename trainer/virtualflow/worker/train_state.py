@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.protocol.wording import not_finite
-from virtualflow.state import Companions, Path, Reserve, capture, codec, digests, size_of, split, transfer
+from virtualflow.state import (
+    Companions,
+    Path,
+    Reserve,
+    capture,
+    codec,
+    digests,
+    schedulers_of,
+    size_of,
+    split,
+    transfer,
+)
 from virtualflow.step import Reduced, Schema, Update
 from virtualflow.worker import tracker
 from virtualflow.worker.tracker import Entry
@@ -75,6 +86,10 @@ class Training:
         """
         self.completed_steps = self.exchanges = step
         self.position = divmod(step, steps_per_epoch)
+
+    def knows(self, thing: object) -> bool:
+        """Whether an object is part of the state: one of the companions, or a scheduler, also inside of another one."""
+        return self.companions.knows(thing) or _holds(schedulers_of(self.scheduler), thing)
 
     @property
     def is_over(self) -> bool:
@@ -244,3 +259,14 @@ def signature_hash(signature: dict[str, Any]) -> int:
     """A number that differs when two signatures (``digests.signature``) do."""
     text = json.dumps(signature, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def _holds(things: Iterable[object], wanted: object, depth: int = 3) -> bool:
+    """Whether one of ``things`` is ``wanted``, or has it in an attribute or in a list or tuple there."""
+    for thing in things:
+        if thing is wanted:
+            return True
+        inside = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", {}).values()
+        if depth and _holds(inside, wanted, depth - 1):
+            return True
+    return False
