@@ -114,7 +114,7 @@ def test_certificates_are_replaced_while_a_job_trains(tmp_path: Path) -> None:
         stage.apply("digits")
         await stage.until(lambda: stage.trains("digits"))
         pods, incarnations = stage.pods("digits"), {*stage.kubelet.trainers}
-        for _ in range(2):
+        for _ in range(3):
             before = [certificate_of(stage, pod) for pod in pods]
             shown = stage.status("digits")["certificates"]
             await stage.until(

@@ -152,5 +152,5 @@ class Jobs(RuleBasedStateMachine):
 
 TestJobs = Jobs.TestCase
 TestJobs.settings = settings(
-    max_examples=examples(25), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -73,7 +73,7 @@ def test_so_does_one_of_a_longer_chain(length: int, count: int) -> None:
     try_some()
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(60))
 @given(profiles(8), SHARES)
 def test_a_plan_is_never_slower_than_treating_all_blocks_alike(profile: Profile, share: int) -> None:
     planner = Planner(profile)
@@ -116,7 +116,7 @@ def test_one_profile_has_one_plan(profile: Profile, share: int) -> None:
 # --- more memory ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(60))
 @given(profiles(7, skips=3), st.lists(SHARES, min_size=2, max_size=6), st.lists(SHARES, min_size=2, max_size=4))
 def test_more_memory_never_gives_a_slower_plan(profile: Profile, shares: list[int], hosts: list[int]) -> None:
     planner, most = Planner(profile), ChainArrays(profile).host_most

@@ -251,5 +251,5 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(
-    max_examples=examples(200), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(400), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
