@@ -340,7 +340,7 @@ def steps_it_by_hand(make: Callable[[Any], Any], passes: str = "", dies: str = "
                 loss = F.mse_loss(net(a), b)
                 loss.backward()
                 step.log(loss=loss)
-            by_hand.step(step.metrics["loss"])
+            by_hand.step(*([step.metrics["loss"]] if isinstance(by_hand, torchs.ReduceLROnPlateau) else []))
             if step.number == 6:
                 die_here(dies)
     return trained(run, net, optimizer, more=optimizer.param_groups[0]["lr"])
@@ -358,10 +358,17 @@ def test_a_scheduler_that_only_the_script_knows_is_refused(make: Callable[[Any],
         steps_it_by_hand(make, passes)
 
 
-def test_one_that_is_passed_as_state_goes_with_it(start_job: Callable[..., ElasticJob]) -> None:
-    reference = alone(steps_it_by_hand, plateau, "as state")
+def by_steps(optimizer: Any) -> Any:
+    return torchs.StepLR(optimizer, 5)
+
+
+@pytest.mark.parametrize("make", [plateau, by_steps], ids=lambda make: make.__name__)
+def test_one_that_is_passed_as_state_goes_with_it(
+    make: Callable[[Any], Any], start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(steps_it_by_hand, make, "as state")
     assert reference.more < 0.2, "it has reduced the learning rate"
-    job = start_job(steps_it_by_hand, plateau, "as state", "worker-1", workers=2, hold=4)
+    job = start_job(steps_it_by_hand, make, "as state", "worker-1", workers=2, hold=4)
     job.reach(4)
     job.join()
     assert job.results() == [reference] * 2

@@ -133,8 +133,9 @@ class Merging(torch.nn.Linear):
 
 
 def test_a_module_that_does_more_than_to_set_its_mode_does_it_on_the_way_back_too() -> None:
-    model = torch.nn.Sequential(Merging(3, 3), torch.nn.Dropout())
+    model = torch.nn.Sequential(Merging(3, 3), torch.nn.Dropout(), Merging(3, 3))
     model[1].train(False)
+    model[2].train(False)
     seen = []
 
     def rows(batch: Any) -> Any:
@@ -143,8 +144,8 @@ def test_a_module_that_does_more_than_to_set_its_mode_does_it_on_the_way_back_to
 
     vf.evaluate(model, torch.utils.data.TensorDataset(torch.randn(6, 3)), rows, batch_size=3)
     assert set(seen) == {True}
-    assert not model[0].merged
-    assert [part.training for part in model.modules()] == [True, True, False]
+    assert [model[0].merged, model[2].merged] == [False, True]
+    assert [part.training for part in model.modules()] == [True, True, False, False]
 
 
 def test_without_a_run_one_process_does_everything() -> None:

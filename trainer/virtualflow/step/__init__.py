@@ -8,7 +8,7 @@ from virtualflow.step.buffers import BufferKind, choose_sums
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, read_headers
-from virtualflow.step.lost_state import find_lost_state
+from virtualflow.step.lost_state import find_lost_state, walk_objects
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.part import Attempt, Parts, StepPart, Told

@@ -220,7 +220,7 @@ class Guard(StepPart):
                 raise ConfigurationError(
                     f"a learning rate scheduler was made for {which}, and a worker that joins would not get its "
                     'state; pass it to vf.elastic as scheduler=, with scheduler_interval="manual" if the script steps '
-                    "it"
+                    "it, or as state="
                 )
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -127,7 +127,7 @@ def _step_scheduler(copies: _Copies, number: int) -> None:
 class _Copies:
     def __init__(self, things: list[Any], companions: list[Any]) -> None:
         roots = [*things, *companions]
-        reached = list(_walk(roots))
+        reached = list(walk_objects(roots))
         if any(isinstance(each, nn.Module) for each in reached):
             raise TypeError("a copy would change the script's own model")
         known: dict[int, Any] = {}
@@ -201,8 +201,8 @@ def _parts(value: Any) -> Iterable[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _walk(roots: Sequence[Any]) -> Iterator[Any]:
-    """Objects in containers and in attributes, each once; ``roots`` first."""
+def walk_objects(roots: Sequence[Any]) -> Iterator[Any]:
+    """Objects in containers and in attributes, some levels deep, each once."""
     seen: dict[int, Any] = {}
     front: list[tuple[Any, int]] = [(root, _DEPTH) for root in roots]
     while front:
@@ -216,7 +216,7 @@ def _walk(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(each, Tensor | np.ndarray) for each in _walk([value]))
+    return any(isinstance(each, Tensor | np.ndarray) for each in walk_objects([value]))
 
 
 def _alike(one: Any, other: Any, depth: int, seen: set[tuple[int, int]]) -> bool:

@@ -165,10 +165,11 @@ def go_through(
             (_Alone(source, collector) if loop is None else _Together(source, collector, loop, call)).run()
     finally:
         source.close()
-        # By its own method first: a module that does more in it than to set the modes (merged adapters) undoes that.
-        model.train(modes[model])
+        # By its own method, which may do more than to set the modes (merged adapters); each behind those it is in.
         for module, training in modes.items():
-            module.training = training
+            if module.training is not training:
+                module.train(training)
+                module.training = training
 
 
 def loop_between_steps(call: str) -> Loop | None:

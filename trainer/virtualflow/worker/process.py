@@ -199,12 +199,12 @@ def check_left_behind(known: Callable[[object], bool], optimizers: Sequence[Opti
                 f"the script keeps an average of weights in {name}, which a worker that joins or a checkpoint would "
                 f'not have; pass it to vf.elastic: state={{"{name}": {name}}}'
             )
-        ours = isinstance(value, LRScheduler) and any(value.optimizer is one for one in optimizers)
+        ours = isinstance(value, LRScheduler) and any(getattr(value, "optimizer", None) is one for one in optimizers)
         if ours and not known(value):
             raise ConfigurationError(
                 f"the script has a learning rate scheduler in {name}, whose state a worker that joins or a checkpoint "
                 'would not have; pass it to vf.elastic as scheduler=, with scheduler_interval="manual" if the script '
-                f'steps it, or beside another one as state={{"{name}": {name}}}'
+                f'steps it, or as state={{"{name}": {name}}}'
             )
 
 

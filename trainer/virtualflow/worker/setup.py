@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from virtualflow.data import Orders, Source, open_orders, open_source
 from virtualflow.device import describe_device, device_of, fingerprint, pin, probe_bits
@@ -342,7 +343,10 @@ def _open_guard(request: Request, session: AnySession, companions: Companions) -
         request.model,
         request.optimizer,
         travels=companions.knows,
-        schedulers=schedulers_of(options.scheduler),
+        schedulers=[
+            *schedulers_of(options.scheduler),
+            *(s for s in options.state.values() if isinstance(s, LRScheduler)),
+        ],
         sharded=options.shard_optimizer,
         settings=request.settings.guard,
         warn=partial(session.note, "warning"),

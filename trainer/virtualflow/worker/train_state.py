@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from virtualflow.state import (
     split,
     transfer,
 )
-from virtualflow.step import Reduced, Schema, Update
+from virtualflow.step import Reduced, Schema, Update, walk_objects
 from virtualflow.worker import tracker
 from virtualflow.worker.tracker import Entry
 
@@ -89,7 +89,7 @@ class Training:
 
     def knows(self, thing: object) -> bool:
         """Whether an object is part of the state: one of the companions, or a scheduler, also inside of another one."""
-        return self.companions.knows(thing) or _holds(schedulers_of(self.scheduler), thing)
+        return self.companions.knows(thing) or any(each is thing for each in walk_objects(schedulers_of(self.scheduler)))
 
     @property
     def is_over(self) -> bool:
@@ -259,14 +259,3 @@ def signature_hash(signature: dict[str, Any]) -> int:
     """A number that differs when two signatures (``digests.signature``) do."""
     text = json.dumps(signature, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-
-
-def _holds(things: Iterable[object], wanted: object, depth: int = 3) -> bool:
-    """Whether one of ``things`` is ``wanted``, or has it in an attribute or in a list or tuple there."""
-    for thing in things:
-        if thing is wanted:
-            return True
-        inside = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", {}).values()
-        if depth and _holds(inside, wanted, depth - 1):
-            return True
-    return False
