@@ -38,9 +38,11 @@ from virtualflow_operator.k8s.client import (
     NotFound,
     Object,
     Resource,
+    Unavailable,
 )
 from virtualflow_operator.settings import ApiSettings
 
+Change = tuple[str, Object]
 DEFINITION = read_yaml(CRD_FILE)
 DEFINITIONS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
@@ -84,10 +86,7 @@ class Cluster:
             response.response.close()
 
     async def events(self, count: int, resource: Resource, **query: str) -> list[Object]:
-        """Return the next events of a watch, as a client sees them.
-
-        A busy API server may refuse to begin: its cache has not come to the version yet ("Too large resource version").
-        """
+        """Return the next events of a watch, as a client sees them; one that is refused begins anew."""
         found: list[Object] = []
         async with aclosing(self.watch(resource, **query)) as stream:
             async for event in stream:
@@ -134,6 +133,20 @@ class Cluster:
             auth_settings=["BearerToken"],
         )
         return await self.client.call_api(*request, _request_timeout=aiohttp.ClientTimeout(total=LIMIT))
+
+
+async def begin(watch: Callable[[], AsyncIterator[Change]]) -> tuple[Change, AsyncIterator[Change]]:
+    """Return the first change that a client's watch yields, and the watch, which goes on.
+
+    A busy API server may refuse to begin: its cache has not come to the version yet ("Too large resource version").
+    """
+    while True:
+        changes = watch()
+        try:
+            return await anext(changes), changes
+        except Unavailable as error:
+            if error.code != HTTPStatus.GATEWAY_TIMEOUT:
+                raise
 
 
 def secret(name: str, **metadata: Any) -> Object:

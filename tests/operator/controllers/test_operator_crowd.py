@@ -6,12 +6,12 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from contract import NAMESPACES, define
+from contract import NAMESPACES, begin, define
 from running import OperatorProcess
 from stage import FLAGS, job
 
@@ -80,10 +80,10 @@ async def first_pod(api: KubeApi, namespace: str, name: str) -> float:
     began = time.monotonic()
     async with asyncio.timeout(LIMIT):
         await create(api, namespace, name)
-        async with aclosing(api.watch(PODS, namespace, f"{LABEL_JOB}={name}", "", LIMIT)) as events:
-            async for _ in events:
-                return time.monotonic() - began
-    raise AssertionError("the watch ended")
+        _, watch = await begin(lambda: api.watch(PODS, namespace, f"{LABEL_JOB}={name}", "", LIMIT))
+        seconds = time.monotonic() - began
+        await watch.aclose()
+    return seconds
 
 
 async def fill(api: KubeApi, namespace: str, count: int) -> None:

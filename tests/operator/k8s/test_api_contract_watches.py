@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract import NAMESPACES, Cluster, eventually, job, on_both, owner, pod
+from contract import NAMESPACES, Cluster, begin, eventually, job, on_both, owner, pod
 
 from virtualflow_operator.k8s.client import JOBS, PODS, SECRETS, Conflict, NotFound, Object
 from virtualflow_operator.k8s.following import NOT_OURS, TAKING
@@ -150,8 +150,8 @@ async def test_who_watches_by_label_sees_objects_come_and_go(cluster: Cluster) -
 async def test_the_client_follows_pods_that_take_something_of_a_node(cluster: Cluster) -> None:
     await cluster.pod("there", node="no-such-node")
     await cluster.pod("homeless")
-    watch = cluster.api.watch(PODS, cluster.namespace, NOT_OURS, TAKING, 30)
-    assert (await anext(watch))[1]["metadata"]["name"] == "there"
+    (_, first), watch = await begin(lambda: cluster.api.watch(PODS, cluster.namespace, NOT_OURS, TAKING, 30))
+    assert first["metadata"]["name"] == "there"
     await cluster.pod("later", node="no-such-node")
     kind, body = await anext(watch)
     assert (kind, body["metadata"]["name"]) == ("ADDED", "later")

@@ -89,7 +89,9 @@ class Training:
 
     def knows(self, thing: object) -> bool:
         """Whether an object is part of the state: one of the companions, or a scheduler, also inside of another one."""
-        return self.companions.knows(thing) or any(each is thing for each in walk_objects(schedulers_of(self.scheduler)))
+        return self.companions.knows(thing) or any(
+            each is thing for each in walk_objects(schedulers_of(self.scheduler))
+        )
 
     @property
     def is_over(self) -> bool:
