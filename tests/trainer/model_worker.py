@@ -293,6 +293,11 @@ class Member(Membership):
                 history.become(found[0])
 
 
+def is_of_evaluation(exchange: int) -> bool:
+    """An evaluation of two exchanges comes behind every second step."""
+    return exchange % 4 in (2, 3)
+
+
 class Worker:
     """A worker process."""
 
@@ -353,9 +358,11 @@ class Worker:
             self.session.raise_if_over()
             self.membership.join()
             while True:
-                if self.membership.agreed is not None:
+                number, agreed = self.history.completed_steps + 1, self.membership.agreed
+                began = is_of_evaluation(number - 1)
+                if agreed is not None and (not is_of_evaluation(number) or (began and not agreed.joiners)):
                     self.membership.switch()
-                self._step(self.history.completed_steps + 1)
+                self._step(number)
         except Leave as error:
             self.ending = error
             with suppress(Killed):
@@ -367,7 +374,8 @@ class Worker:
             try:
                 self.membership.check()
                 self.strand.pause()
-                offer = session.offer(evaluating=False)
+                evaluating = is_of_evaluation(number)
+                offer = session.offer(evaluating=evaluating, stops=not evaluating)
                 exchanges = cast(Exchanges, session.communicator)
                 found = exchanges.swap((number, offer))
             except CommunicatorBroken as error:

@@ -175,6 +175,20 @@ def test_who_was_to_leave_does_not_keep_a_state_that_others_have_passed(model: L
     model.settle()
 
 
+def test_a_generation_that_waits_for_an_evaluation_to_end_is_not_held_for_one_that_counts(model: Lineages) -> None:
+    """All had agreed on it, and evaluated before they entered it. One died; the other asked for a majority of it."""
+    model.begin(workers=2, second=False, steps=8)
+    model.a_worker_starts(where=0)
+    model.all_go_on(rounds=4)
+    model.a_worker_dies(which=1, lose=False, silent=False)
+    model.ends_are_confirmed()
+    model.all_go_on(rounds=20)
+    first = model.network.coordinators[0]
+    assert first is not None
+    assert not first.state.failed, first.state.reason
+    model.settle()
+
+
 def test_who_has_lost_all_its_workers_asks_who_lives_before_it_begins_anew(model: Lineages) -> None:
     """Its only worker has handed the training on, by way of the other coordinator, and ended."""
     model.begin(workers=1, second=True, steps=8)
@@ -184,7 +198,7 @@ def test_who_has_lost_all_its_workers_asks_who_lives_before_it_begins_anew(model
     model.all_go_on(rounds=2)
     model.a_drain_is_announced(which=0, coordinator=1)
     model.the_address_leads_elsewhere(which=1, where=1)
-    model.all_go_on(rounds=7)
+    model.all_go_on(rounds=9)
     model.ends_are_confirmed()
     model.all_go_on(rounds=8)
     first = model.network.coordinators[0]

@@ -49,13 +49,23 @@ def test_a_generation_that_may_count_is_asked_as_well() -> None:
     """The survivor of five has seen that three of them were about to go on."""
     lineage = Lineage()
     lineage.count(plan(1, "a b c d e"), "counted")
-    lineage.settle()
+    lineage.settle(Generation(1, 1))
     lineage.attempt(plan(2, "a b c"))
     alone = lineage.claim(plan(3, "c d e"))
     assert (alone.supported, alone.unsupported) == (True, Generation(1, 2))
     assert find_objection([alone]) == Generation(1, 2)
     told = lineage.claim(plan(3, "c d e", ended="a b"))
     assert find_objection([told]) is None
+
+
+def test_an_exchange_settles_the_generation_that_it_is_of() -> None:
+    """All have agreed on the second one, and evaluate first: of it, a majority of the veterans is still enough."""
+    lineage = Lineage()
+    lineage.count(plan(2, "a b c", joiners="b c"), "attempted")
+    lineage.settle(Generation(1, 1))
+    assert lineage.claim(plan(3, "a")).supported
+    lineage.settle(Generation(1, 2))
+    assert not lineage.claim(plan(3, "a")).supported
 
 
 def test_the_newest_generation_that_counts_decides() -> None:
@@ -166,7 +176,7 @@ class Cluster(RuleBasedStateMachine):
         if len(told) < len(process.plan.members):
             return
         process.history, process.sent = (*process.history, process.plan.generation.counter), False
-        process.lineage.settle()
+        process.lineage.settle(process.plan.generation)
         offered = process.offered
         if offered is not None and all(offer == offered for offer in told.values()):
             process.lineage.count(offered, "attempted")

@@ -105,8 +105,10 @@ class Lineage:
         known = (self._counted, *self._attempted.values())
         self._ended &= frozenset(member.incarnation for plan in known for member in plan.members)
 
-    def settle(self) -> None:
-        self.stage = "settled"
+    def settle(self, generation: Generation) -> None:
+        """A later exchange of that generation is complete; of the one agreed on after it, that tells nothing."""
+        if self._counted is not None and self._counted.generation == generation:
+            self.stage = "settled"
 
     def claim(self, plan: Plan) -> Claim:
         """What to tell the other members of ``plan``."""

@@ -100,9 +100,12 @@ class Membership:
             self._enter(self._session.await_entry())
 
     def note_offers(self, offers: Iterable[m.Generation]) -> None:
-        """An exchange is complete: remember the plan that all have offered to enter, if there is one."""
+        """An exchange is complete: remember the plan that all have offered to enter, if there is one.
+
+        One that they have agreed on stands until it is entered: an evaluation may come first.
+        """
         session = self._session
-        self.agreed = session.agreed_plan(offers)
+        self.agreed = session.agreed_plan(offers) or self.agreed
         if self._room_of != session.generation:
             # Once a generation, and not in the first place: an optimizer makes its state in its first step.
             self._room_of, self._state.room = session.generation, self._training.room()

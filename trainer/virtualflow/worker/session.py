@@ -162,8 +162,7 @@ class Session:
         with self.link.changed:
             plan = self._offered
         lineage = self.state.lineage
-        if lineage.stage != "settled":
-            lineage.settle()
+        lineage.settle(self.generation)
         if plan is None:
             return None
         if not all(offer == plan.generation for offer in offers):
