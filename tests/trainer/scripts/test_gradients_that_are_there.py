@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS
 from virtualflow.step.buffers import Switches
 
 STEPS = 6
@@ -83,45 +81,6 @@ def test_what_virtual_nodes_choose_to_train_depends_on_no_worker(start_job: Call
     job.reach(2)
     job.join()  # between two choices, of which it has made none
     assert [each.value for each in job.finish().values() if each.kind == "returned"] == [reference] * 2
-
-
-def unfrozen_once(dies: str = "") -> Trained:
-    """Nobody who begins behind that step sees it done."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-    data = TensorDataset(torch.randn(48, 6), torch.randn(48, 1))
-    with vf.elastic(model, optimizer, data, batch_size=12, steps=8, virtual_nodes=6) as run:
-        for step in run:
-            if step.number == 4:
-                model[0].requires_grad_(True)
-            for x, y in step:
-                F.mse_loss(model(x), y).backward()
-            if step.number == 6:
-                die_here(dies)
-    return trained(run, model, optimizer, more=tuple(p.requires_grad for p in model.parameters()))
-
-
-def test_what_is_unfrozen_once_is_unfrozen_for_who_joins_behind_it(start_job: Callable[..., ElasticJob]) -> None:
-    reference = alone(unfrozen_once)
-    job = start_job(unfrozen_once, "worker-1", workers=2, hold=5)
-    job.reach(5)
-    job.join()
-    assert job.results() == [reference] * 2
-
-
-def test_what_is_unfrozen_once_is_unfrozen_for_who_resumes_behind_it(
-    start_job: Callable[..., ElasticJob], tmp_path: Path
-) -> None:
-    reference = alone(unfrozen_once)
-    environment = {ENV_CHECKPOINT_DIR: str(tmp_path), ENV_CHECKPOINT_STEPS: "5"}
-    job = start_job(unfrozen_once, workers=1, hold=6, environment=environment)
-    job.reach(6)
-    job.await_checkpoint(5)
-    job.kill_all()
-    job.start_worker()
-    assert job.results() == [reference]
 
 
 def test_a_parameter_that_is_frozen_between_steps_is_left_alone() -> None:

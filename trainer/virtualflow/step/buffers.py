@@ -394,6 +394,55 @@ class Switches:
                 parameter.requires_grad_(state[name])
 
 
+class Modes:
+    """``training`` of the modules of one worker's model, which a script may change once and for good (``bn.eval()``).
+
+    A joiner and a resumed worker do not see that done. Nor may they get the modes of an evaluation that the script is
+    in the middle of, or leaves to the next step to end: while the whole model is in another mode than in the last
+    attempt, those of that attempt count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_modules())
+        self._modules = [module for _, module in named]
+        self._names = [name for name, _ in named]
+        places = {name: place for place, name in enumerate(self._names)}
+        self._parents = [places[name.rpartition(".")[0]] for name in self._names]
+        """By place; the model's own is itself."""
+        self._begun: list[bool] | None = None
+        """When the last attempt began."""
+
+    def begin(self) -> None:
+        self._begun = self._read()
+
+    def _read(self) -> list[bool]:
+        return [module.training for module in self._modules]
+
+    @property
+    def state(self) -> dict[str, bool]:
+        """The model's own mode by the name "", and by name those of modules in another mode than what they are in."""
+        if self._begun is None:
+            return {}
+        now = self._read()
+        modes = now if now[0] is self._begun[0] else self._begun
+        return {
+            name: mode
+            for name, mode, parent in zip(self._names, modes, self._parents, strict=True)
+            if not name or mode is not modes[parent]
+        }
+
+    def restore(self, state: Mapping[str, bool]) -> None:
+        """Become that; nothing where it is empty. Modules change by their own ``train``, which may do more."""
+        if not state:
+            return
+        modes = list[bool]()
+        for name, module, parent in zip(self._names, self._modules, self._parents, strict=True):
+            modes.append(state[name] if name in state else modes[parent])
+            if module.training is not modes[-1]:
+                module.train(modes[-1])
+        self._begun = modes
+
+
 # Buffers that count: what the virtual nodes of a step add to one is added up, and not averaged.
 #
 # ``vf.elastic(buffers={"seen": "sum"})`` names them. Each virtual node tells its own change in its worker's step

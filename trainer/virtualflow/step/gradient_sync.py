@@ -22,7 +22,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Parts, Portions, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
-from virtualflow.step.buffers import BufferTracker, Switches, add_up_changes, summed_as, write_changes
+from virtualflow.step.buffers import BufferTracker, Modes, Switches, add_up_changes, summed_as, write_changes
 from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
     HeaderFormat,
@@ -90,7 +90,7 @@ class GradientSync:
         self.cut: BackwardCut | None = None
         """How far each backward pass goes; ``None``: all are whole."""
         self._named = list(model.named_parameters())
-        self.switches = Switches(self._named)
+        self.switches, self.modes = Switches(self._named), Modes(model)
         self._parameters = list(model.parameters())
         self._buffers = BufferTracker(model, sums)
         self.sums = self._buffers.sums
@@ -132,6 +132,7 @@ class GradientSync:
         """
         self._planned, self._promised = planned, None
         self.switches.begin()
+        self.modes.begin()
         self._overlap.begin(resumes=resumes)
         if not resumes:
             self.forget_contributions()

@@ -138,6 +138,7 @@ class Training:
         extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
         self.companions.restore(tree.get("state", {}))
         self.update.sync.switches.restore(extra.get("switched", {}))
+        self.update.sync.modes.restore(extra.get("modes", {}))
         return extra
 
     def note_non_finite(self, numbers: Mapping[str, float]) -> None:
@@ -170,6 +171,8 @@ class Training:
             extra["arrived"] = False
         if self.update.sync.switches.state:
             extra["switched"] = self.update.sync.switches.state
+        if self.update.sync.modes.state:
+            extra["modes"] = self.update.sync.modes.state
         tree = capture.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
         if self.companions:
             tree["state"] = self.companions.capture()
