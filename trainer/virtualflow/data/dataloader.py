@@ -8,6 +8,7 @@ slow one. Both kinds of source (`map_source`, `iterable_source`) open their load
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -21,17 +22,20 @@ from functools import cached_property
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from types import FrameType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 import torch.multiprocessing
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import signal_handling
 
 from virtualflow.data.counting import ALL, Count
 from virtualflow.errors import ConfigurationError, LoaderEnded, LoaderKilled
+
+logger = logging.getLogger("virtualflow.worker")
 
 Collate = Callable[[list[Any]], Any]
 
@@ -460,3 +464,93 @@ def _reads(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# What a script sets on its dataset while it trains (set_epoch, a curriculum, a new transform) does not reach loader
+# processes, which have copies. PyTorch starts new ones in every epoch, so there it does; these live as long as the job.
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NO_HOLDERS = (Tensor, nn.Module, ModuleType, FunctionType, MethodType, type)
+_ABSENT = (object(), None)
+_DEPTH, _MOST = 8, 64
+"""How far from the dataset objects are looked at, and how many; of a container with more elements than that, none."""
+
+
+class Watched:
+    """The attributes of a dataset and a ``collate_fn``, and of objects in them: whether the script has set any since.
+
+    What changes within an array, a dict or an attribute that is no plain value is not seen.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._roots, self._told = roots, False
+        self._noted: list[tuple[str, dict[str, Any], dict[str, tuple[Any, int | None]]]] = []
+        self._note()
+
+    def have_changed(self, within_epoch: bool) -> bool:
+        """Whether loader processes are to begin anew, to have what the script has set since this was last asked.
+
+        Args:
+            within_epoch: PyTorch would start none here, and scripts do not expect it.
+        """
+        changed = self.changed
+        if changed is None:
+            return False
+        self._note()
+        if within_epoch and not self._told:
+            self._told = True
+            logger.warning(
+                "the script has changed %s within an epoch, and loader processes begin anew to have it, each time: "
+                "change it when an epoch begins, or use num_workers=0",
+                changed,
+            )
+        return True
+
+    @property
+    def changed(self) -> str | None:
+        """An attribute that the script has set; ``None``: there is none."""
+        return next((f"{name}.{key}" for name, holder, noted in self._noted if (key := _differs(holder, noted))), None)
+
+    def _note(self) -> None:
+        self._noted = [
+            (name, holder, {key: (value, _state_of(value)) for key, value in holder.items()})
+            for name, holder in _holders(self._roots)
+        ]
+
+
+def _differs(holder: dict[str, Any], noted: dict[str, tuple[Any, int | None]]) -> str | None:
+    for name, value in holder.items():
+        before, state = noted.get(name, _ABSENT)
+        if value is before:
+            if state is not None and _state_of(value) != state:
+                return name
+        elif not (isinstance(value, _PLAIN) and type(value) is type(before) and value == before):
+            return name
+    return None if len(holder) == len(noted) else next(name for name in noted if name not in holder)
+
+
+def _state_of(value: Any) -> int | None:
+    """What shows that it was written to; ``None``: nothing does."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    return len(value) if isinstance(value, list | set) else None
+
+
+def _holders(roots: Iterable[object]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The attributes of the objects in reach, nearest first, each with its class."""
+    seen, level = set[int](), list(roots)
+    for _ in range(_DEPTH):
+        following: list[object] = []
+        for each in level:
+            if id(each) in seen or isinstance(each, (*_PLAIN, *_NO_HOLDERS)):
+                continue
+            seen.add(id(each))
+            if len(seen) > _MOST:
+                return
+            if isinstance(each, list | tuple | dict):
+                if len(each) <= _MOST:
+                    following += each.values() if isinstance(each, dict) else each
+            elif isinstance(held := getattr(each, "__dict__", None), dict):
+                yield type(each).__name__, held
+                following += held.values()
+        level = following

@@ -22,6 +22,7 @@ from virtualflow.data.dataloader import (
     Early,
     LoaderOptions,
     MicroBatch,
+    Watched,
     check_options,
     close_loader,
     collate_of,
@@ -89,6 +90,7 @@ class StreamSource:
         self._options = options.copy()
         self._options["num_workers"] = self._processes
         self._collate = _WithPositions(collate_of(options))
+        self._watched = Watched(dataset, collate_of(options)) if self._processes else None
         self._assigned = range(0)
         self._streams: dict[int, _Stream] = {}
         self._closed = False
@@ -127,6 +129,9 @@ class StreamSource:
             return fuse([self.fetch(epoch, epoch_step, node) for node in nodes])
         if self._closed:
             raise RuntimeError("the source of samples is closed")
+        if self._watched is not None and self._watched.have_changed(within_epoch=epoch_step > 0):
+            for each in list(self._streams):
+                self._drop(each)
         stream = self._place(virtual_node, epoch, epoch_step)
         if self._processes:
             # Those that come next in this step begin to load meanwhile, each in its own process.

@@ -3,10 +3,10 @@
 Where there are neither loader processes nor a thread that pins memory, nothing can be loaded ahead, and a micro-batch
 is put together when it is asked for, without a ``DataLoader`` in between. Otherwise:
 
-The ``DataLoader`` gets a sampler that never ends and that we steer: it names the next wanted batch of the
-virtual nodes that this worker is assigned now. So one set of loader processes serves the whole job, over epochs
-and resizes; what is in flight at a resize is kept where it is still wanted, and every batch bears the name
-of what was really loaded.
+The ``DataLoader`` gets a sampler that never ends and that we steer: it names the next wanted batch of the virtual nodes
+that this worker is assigned now. So one set of loader processes serves the whole job, over epochs and resizes, unless
+the script changes its dataset; what is in flight at a resize is kept where it is still wanted, and every batch bears
+the name of what was really loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from virtualflow.data.dataloader import (
     LoaderOptions,
     MicroBatch,
     Source,
+    Watched,
     check_options,
     close_loader,
     collate_of,
@@ -121,11 +122,25 @@ class MapSource:
         self._ends_seen = 0
         self._loading = MicroBatches(dataset, collate_of(options), plan.seed)
         self._ahead_of_need = processes > 0 or options.get("pin_memory", False)
+        self._options = options
         self._batches: Iterator[Any] = iter(())
+        self._watched = Watched(dataset, collate_of(options)) if processes else None
         if self._ahead_of_need:
-            self._batches = open_loader(
-                self._loading, dataset, options, collate=_as_it_is, sampler=_Tasks(self), batch_size=None
-            )
+            self._open()
+
+    def _open(self) -> None:
+        self._batches = open_loader(
+            self._loading, self._dataset, self._options, collate=_as_it_is, sampler=_Tasks(self), batch_size=None
+        )
+
+    def _open_anew(self, epoch: int, epoch_step: int) -> None:
+        """The script has changed its dataset: what loader processes have loaded is old."""
+        close_loader(self._batches)
+        self._in_flight.clear()
+        self._arrived.clear()
+        self._due, self._ends_seen = None, 0
+        self._wanted = self._sequence(self._chunks, epoch, epoch_step)
+        self._open()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -147,7 +162,8 @@ class MapSource:
 
     @property
     def version(self) -> object:
-        return self._loading.version
+        changed = self._watched is not None and self._watched.changed is not None
+        return object() if changed else self._loading.version
 
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
@@ -164,6 +180,8 @@ class MapSource:
             raise RuntimeError("the source of samples is closed")
         if epoch != self._epoch:
             self._begin_epoch(epoch)
+        if self._watched is not None and self._watched.have_changed(within_epoch=epoch_step > 0):
+            self._open_anew(epoch, epoch_step)
         key = Key(epoch, epoch_step, virtual_node, count)
         gathered = self._gathered.pop(key, None)
         if gathered is not None:
