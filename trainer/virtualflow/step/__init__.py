@@ -6,7 +6,7 @@ run as one micro-batch.
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffers import BufferKind, choose_sums
 from virtualflow.step.gradient_sync import Reduced
-from virtualflow.step.guard import Guard
+from virtualflow.step.guard import Guard, add_bits
 from virtualflow.step.header import Kind, Schema, read_headers
 from virtualflow.step.lost_state import find_lost_state, walk_objects
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion

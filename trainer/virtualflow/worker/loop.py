@@ -35,7 +35,7 @@ from virtualflow.step import (
     forget_cached_weights,
 )
 from virtualflow.worker.divergence import SpotChecking, end_by_divergence
-from virtualflow.worker.process import check_left_behind
+from virtualflow.worker.process import FIRST_LOOKS, WeightsBeside, check_left_behind
 from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
@@ -85,6 +85,9 @@ class Loop:
         self._repetition = Repetition(context.request.model) if proves else None
         """Computes a virtual node twice, once in a training."""
         self._cautions = Cautions(context.session)
+        self._weights_beside: WeightsBeside | None = None
+        if proves or context.checkpointer.writes:
+            self._weights_beside = WeightsBeside(context.request.model, context.training.knows)
         self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
         self._saving: Saving | None = None
         # For a sharded optimizer's checkpoint all are needed, whoever writes it.
@@ -153,6 +156,7 @@ class Loop:
         self._look()
         self._guard.check_after_step()
         self._guard.look_at_gradients()
+        self._look_beside()
         context.training.arrive()
         if self._parts.after_script and self._state.has_state:
             leaves = context.session.stopping or context.membership.agreed is not None
@@ -166,6 +170,16 @@ class Loop:
             context.membership.switch()
         if self._state.has_state:
             self._guard.between()
+
+    def _look_beside(self) -> None:
+        """Refuse weights that the script changes by hand; later, where work would be lost by that, warn of them."""
+        step = self.context.training.completed_steps
+        found = None if self._weights_beside is None else self._weights_beside.look(step)
+        if found is not None:
+            if step <= FIRST_LOOKS:
+                raise ConfigurationError(found)
+            self._weights_beside = None
+            self.context.session.note("warning", found)
 
     def save_if_due(self) -> None:
         if self._saving is not None:

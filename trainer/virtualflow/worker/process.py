@@ -19,11 +19,13 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from types import FrameType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -31,6 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from virtualflow._process import end_at_once
 from virtualflow.errors import ConfigurationError, Drained, ScriptExited
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.step import add_bits
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -182,6 +185,9 @@ class Sigterm:
 # What the library knows of a script: what it has at hand that ought to be known, and why it ends itself. Pure.
 
 _OURS = "virtualflow."
+_LIBRARIES = (_OURS, "torch.")
+_REACH = 2
+"""How many objects away from a variable something is still looked for."""
 _IN_ORDER = (None, 0, 128 + signal.SIGTERM)
 """Exit codes of a script that ends because SIGTERM has told it to."""
 
@@ -208,15 +214,103 @@ def check_left_behind(known: Callable[[object], bool], optimizers: Sequence[Opti
             )
 
 
+FIRST_LOOKS, _EVERY = 4, 100
+"""Behind so many steps at the beginning it is looked for weights beside the model, and then behind two of so many."""
+_TENSORS, _SAMPLED = 16, 1 << 16
+"""Of such weights, so many tensors of so many elements are compared."""
+
+
+class WeightsBeside:
+    """Finds weights that a script averages or copies by hand: a teacher, a target network, shadows in a dict.
+
+    What tells them from weights that stay as they are, and from those that are made anew where they are used, is that
+    the same module, dict or list holds other values a step later.
+    """
+
+    def __init__(self, model: nn.Module, known: Callable[[object], bool]) -> None:
+        self._own = {id(parameter) for parameter in model.parameters()}
+        self._places = {_place_of(parameter) for parameter in model.parameters()}
+        self._shapes = sorted(tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad)
+        self._known = known
+        self._before: tuple[int, dict[int, list[int]]] = 0, {}
+        """The step that it was last looked behind, and the contents of what was found, by identity."""
+        self._modules: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
+        """At whatever step it was found first."""
+
+    def look(self, step: int) -> str | None:
+        """A sentence about weights that have changed; ``None``: there are none, or it is not looked now."""
+        if step > FIRST_LOOKS and step % _EVERY > 1:
+            return None
+        last, before = self._before
+        found: dict[int, list[int]] = {}
+        for name, value in _variables(sys._getframe(1)):
+            tensors = [] if id(value) in found else self._weights_in(value)
+            if not tensors:
+                continue
+            now = found[id(value)] = _contents_of(tensors)
+            if isinstance(value, nn.Module):
+                former = self._modules.setdefault(value, now)
+            else:  # which cannot be referred to weakly: the next one may have its identity later
+                former = before.get(id(value), now) if last == step - 1 else now
+            if former != now:
+                return _beside(name, value)
+        self._before = step, found
+        return None
+
+    def _weights_in(self, value: object) -> list[Tensor]:
+        """The weights, if it holds any of its own, that nobody knows of."""
+        if isinstance(value, nn.Module):
+            held: list[Any] = list(value.parameters())
+            if any(id(each) in self._own for each in held) or self._known(value):
+                return []
+        elif isinstance(value, dict | list):
+            held = list(value.values()) if isinstance(value, dict) else value
+            fit = len(held) == len(self._shapes) and all(isinstance(each, Tensor) for each in held)
+            if not fit or sorted(tuple(each.shape) for each in held) != self._shapes:
+                return []
+        else:
+            return []
+        return [] if any(_place_of(each) in self._places for each in held) else held
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _contents_of(tensors: list[Tensor]) -> list[int]:
+    floating = [each.detach() for each in tensors if each.is_floating_point()]
+    smallest = sorted(floating, key=Tensor.numel)[:_TENSORS]
+    return [int(add_bits(each.reshape(-1)[:_SAMPLED])) for each in smallest]
+
+
+def _beside(name: str, value: object) -> str:
+    if isinstance(value, nn.Module):
+        remedy = f'pass it to vf.elastic: state={{"{name}": {name}}}'
+    else:
+        remedy = (
+            "keep them in an object with state_dict and load_state_dict, such as "
+            'torch.optim.swa_utils.AveragedModel, and pass that to vf.elastic: state={"ema": ema}'
+        )
+    return (
+        f"the script keeps weights in {name} ({type(value).__name__}) that change as it trains, and that a worker that "
+        f"joins or a checkpoint would not have; {remedy}"
+    )
+
+
 def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of the script's functions that are running, and the attributes of the objects in them."""
+    """The variables of the script's functions that are running, and the attributes of objects in them, and in those."""
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith(_OURS):
-            for name, value in [*frame.f_locals.items()]:
-                yield name, value
-                if not isinstance(value, ModuleType | type):
-                    yield from getattr(value, "__dict__", {}).items()
+            yield from _in_reach([*frame.f_locals.items()], _REACH)
         frame = frame.f_back
+
+
+def _in_reach(named: Iterable[tuple[str, Any]], reach: int) -> Iterator[tuple[str, Any]]:
+    for name, value in named:
+        yield name, value
+        held = None if isinstance(value, ModuleType | type) else getattr(value, "__dict__", None)
+        if reach and isinstance(held, dict) and not type(value).__module__.startswith(_LIBRARIES):
+            yield from _in_reach([*held.items()], reach - 1)
 
 
 def read_exit(
