@@ -285,7 +285,8 @@ def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) 
         if header.kind != kind or header.exchange != number:
             raise VirtualFlowError(
                 "workers are at different places of the script: some train, evaluate or are through while others are "
-                "not; every worker must call vf.evaluate at the same step (not only the leader), and vf.predict alike"
+                "not; every worker must call vf.evaluate at the same step (not only the leader), and vf.predict alike: "
+                "by step.number or step.ends_epoch, since a variable of the script's own begins anew in a joiner"
             )
     return headers
 

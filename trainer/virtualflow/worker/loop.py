@@ -281,6 +281,10 @@ class Loop:
     def metrics(self) -> dict[str, float]:
         return self.context.training.metrics
 
+    @property
+    def epoch_is_over(self) -> bool:
+        return self.context.training.position[1] == 0
+
     def check_finite(self) -> None:
         """Tell of a metric that is not finite; end the training where that is wanted, before its next checkpoint."""
         context, found = self.context, self.context.training.non_finite

@@ -50,6 +50,10 @@ class Attempts(Protocol):
     def metrics(self) -> dict[str, float]:
         """The combined metrics of the last step."""
 
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the last step was the last one of its epoch."""
+
     def join(self) -> tuple[int, int]:
         """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
 
@@ -78,7 +82,7 @@ class Step:
         self._iterating = False
         self._warming_up = False
         self.metrics: dict[str, float] = {}
-        self._complete = False
+        self._complete = self._ends_epoch = False
 
     @property
     def number(self) -> int:
@@ -94,6 +98,17 @@ class Step:
     def epoch(self) -> int:
         """The epoch that its samples belong to, from 0."""
         return 0 if self._warming_up else self._bind()._epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this update was the last one of its epoch: known behind the micro-batches, the same on all workers.
+
+        Raises:
+            VirtualFlowError: the micro-batches are still to come.
+        """
+        if not self._complete:
+            raise VirtualFlowError("step.ends_epoch is known after the micro-batches of the step")
+        return self._ends_epoch
 
     def _bind(self) -> Step:
         """Learn which step this is, for integrations; a worker that is to join does so now, without warming up."""
@@ -195,7 +210,7 @@ class Step:
             yield from self._attempts.make(self._number or 0)
         finally:
             self._iterating = False
-        self.metrics = dict(self._attempts.metrics)
+        self.metrics, self._ends_epoch = dict(self._attempts.metrics), self._attempts.epoch_is_over
         self._complete = True
 
 
