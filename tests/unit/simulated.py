@@ -346,7 +346,7 @@ class World(Driven):
                 continue
             for member in members:
                 member.step += 1
-                member.claims.settle()
+                member.claims.settle(plan.generation)
             if members[0].connected:
                 members[0].say(m.Progress(plan.generation, members[0].step, 0, None, {}, 1.0, "training"))
             offers = [self.offer(member) for member in members]

@@ -138,7 +138,8 @@ class Training:
         extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
         self.companions.restore(tree.get("state", {}))
         self.update.sync.switches.restore(extra.get("switched", {}))
-        self.update.sync.modes.restore(extra.get("modes", {}))
+        if not self.exchanges:  # else its own script has set them, and may be in the middle of an evaluation
+            self.update.sync.modes.restore(extra.get("modes", {}))
         return extra
 
     def note_non_finite(self, numbers: Mapping[str, float]) -> None:
