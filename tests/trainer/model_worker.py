@@ -131,7 +131,7 @@ class Builders(Communicators):
 
     def __init__(self, worker: Worker, session: Session) -> None:
         super().__init__(
-            session.link, session.state, session.incarnation, SETTINGS, session.interruption, lambda: session._offered
+            session.link, session.state, session.incarnation, SETTINGS, session.interruption, session.offered
         )
         self.building: dict[m.Generation, m.Plan] = {}
         self._worker = worker
@@ -360,7 +360,9 @@ class Worker:
             while True:
                 number, agreed = self.history.completed_steps + 1, self.membership.agreed
                 began = is_of_evaluation(number - 1)
-                if agreed is not None and (not is_of_evaluation(number) or (began and not agreed.joiners)):
+                if agreed is not None and (
+                    not is_of_evaluation(number) or (began and agreed.members and not agreed.joiners)
+                ):
                     self.membership.switch()
                 self._step(number)
         except Leave as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,6 +127,8 @@ class Held:
         self.parts = [SimpleNamespace(p=0.5), SimpleNamespace(p=0.1)]
         self.model = nn.Linear(2, 2)
         self.itself = self
+        self.file, self.order, self.seed, self.lock = None, np.arange(4), np.int64(3), threading.Lock()
+        self.shared, self.gone = torch.zeros(2).share_memory_(), weakref.proxy(nn.Linear(1, 1))
 
 
 def grow(held: Held) -> None:
@@ -139,8 +144,17 @@ def grow(held: Held) -> None:
         (lambda held: setattr(held, "level", True), "Held.level"),
         (lambda held: setattr(held, "new", 1), "Held.new"),
         (lambda held: delattr(held, "name"), "Held.name"),
-        (lambda held: setattr(held, "rows", [1, 2, 3]), "Held.rows"),
+        (lambda held: setattr(held, "rows", [1, 2, 3]), None),
+        (lambda held: setattr(held, "rows", [1, 2, 4]), "Held.rows"),
+        (lambda held: setattr(held, "weights", torch.zeros(3)), None),
+        (lambda held: setattr(held, "weights", torch.ones(3)), "Held.weights"),
+        (lambda held: setattr(held, "seed", np.int64(3)), None),
+        (lambda held: setattr(held, "order", np.arange(4)), None),
+        (lambda held: setattr(held, "order", np.arange(4)[::-1]), "Held.order"),
+        (lambda held: setattr(held, "file", threading.Lock()), None),
+        (lambda held: setattr(held, "parts", SimpleNamespace(p=0.5)), "Held.parts"),
         (grow, "Held.rows"),
+        (lambda held: held.shared.add_(1), None),
         (lambda held: held.weights.add_(1), "Held.weights"),
         (lambda held: setattr(held.parts[1], "p", 0.2), "SimpleNamespace.p"),
         (lambda held: setattr(held.model, "training", False), None),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS
+from virtualflow.worker.process import WeightsBeside
 
 
 class Shadows:
@@ -68,6 +71,79 @@ class MadeAnew:
     def after(self, number: int) -> None:
         self.norm = sum((value - self.former[name]).norm() for name, value in self.model.named_parameters())
         self.former = self.copied(self.model)
+
+
+class PassedShadows(Shadows):
+    """Kept in ``state=`` as the sentence asks for; the script has what is in it at hand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model, self.net, self.at_hand = model, self, self.shadow
+
+    def after(self, number: int) -> None:
+        self.update(self.model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.shadow.update(state)
+
+
+class Wrapped(Teacher):
+    """A part of what is passed is at hand, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.part = self.net[0]
+
+
+class LoadedLate(Teacher):
+    """Weights that are read once, and stay."""
+
+    def after(self, number: int) -> None:
+        if number == 2:
+            self.net.load_state_dict({name: value + 1 for name, value in self.net.state_dict().items()})
+
+
+class CopyOfTheModel(Teacher):
+    """What an evaluation runs on."""
+
+    def after(self, number: int) -> None:
+        self.net.load_state_dict(self.model.state_dict())
+
+
+class Moved(MadeAnew):
+    """The script has given its parameters other memory, and has them in a list."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.parameters = list(model.parameters())
+
+    def after(self, number: int) -> None:
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clamp(-0.5, 0.5)
+
+
+@dataclasses.dataclass
+class Unhashable(nn.Module):
+    margin: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class Bystanders(MadeAnew):
+    """Things that cannot be looked at, or only in part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.loss, self.unused = Unhashable(), nn.LazyLinear(3)
+        self.meta = copy.deepcopy(model).to("meta")
+        self.sparse = nn.Linear(2, 2)
+        self.sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
+        self.gone = weakref.proxy(nn.Linear(2, 2))
 
 
 class InAList:
@@ -121,8 +197,18 @@ def test_weights_that_change_beside_the_model_are_refused_by_name(
 @pytest.mark.usefixtures("checkpoints")
 @pytest.mark.parametrize(
     ("keeper", "options"),
-    [(Untouched, {}), (MadeAnew, {}), (Teacher, {"passed": True})],
-    ids=["a frozen teacher", "copies that are made anew", "a teacher that is passed"],
+    [
+        (Untouched, {}),
+        (MadeAnew, {}),
+        (Teacher, {"passed": True}),
+        (PassedShadows, {"passed": True}),
+        (Wrapped, {"passed": True}),
+        (LoadedLate, {}),
+        (CopyOfTheModel, {}),
+        (Moved, {}),
+        (Bystanders, {}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_weights_that_nobody_misses_are_left_alone(
     keeper: Callable[[nn.Module], Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -151,3 +237,25 @@ def test_an_average_that_torch_has_a_class_for_is_refused_at_the_start() -> None
 
     with pytest.raises(ConfigurationError, match="the script keeps an average of weights in kept"):
         train(Averaged, steps=8)
+
+
+def test_a_look_keeps_nothing_of_the_script_alive() -> None:
+    """A function's variables are copied to be looked at, and the copy stays with its frame."""
+
+    def script() -> weakref.ref[nn.Module]:
+        batch = nn.Linear(2, 2)
+        gone = weakref.ref(batch)
+        assert WeightsBeside(nn.Linear(1, 1), list).look(1) is None
+        del batch
+        return gone if gone() is None else weakref.ref(WeightsBeside)  # type: ignore[return-value]
+
+    assert script()() is None
+
+
+def test_what_a_script_has_of_its_variables_stays_as_it_is() -> None:
+    def script(lr: float) -> dict[str, object]:
+        options = locals()
+        assert WeightsBeside(nn.Linear(1, 1), list).look(1) is None
+        return options
+
+    assert script(0.1)["lr"] == 0.1

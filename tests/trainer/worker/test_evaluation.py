@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from tiers import nightly
-from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_WORKER
 
 SIZE = 33
 BATCH = 12  # three batches; the last one of 9 leaves virtual nodes with 2 and 1 samples
@@ -231,3 +232,32 @@ def test_a_misplaced_evaluation_is_one_sentence_everywhere(
     outcomes = start_job(misplaced, where, workers=2).finish()
     assert all(outcome.kind in ("VirtualFlowError", "JobFailed") for outcome in outcomes.values()), outcomes
     assert any(sentence in outcome.text for outcome in outcomes.values()), outcomes
+
+
+def lowered_by_evaluations() -> Any:
+    model, optimizer, dataset = built()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+    options = {"scheduler": scheduler, "scheduler_interval": "manual"}
+    with vf.elastic(
+        model, optimizer, dataset, batch_size=12, steps=6, virtual_nodes=6, drop_last=True, **options
+    ) as run:
+        for step in run:
+            for x, y in step:
+                step_loss(model, x, y).backward()
+            rows = vf.evaluate(model, dataset, lambda batch: model(batch[0]), batch_size=BATCH)
+            scheduler.step(float(rows.mean()))
+    return trained(run, model, optimizer, more=optimizer.param_groups[0]["lr"])
+
+
+def test_a_stop_that_was_agreed_on_waits_until_the_code_behind_the_step_has_run(
+    start_job: Callable[..., ElasticJob], tmp_path: Path
+) -> None:
+    """Whoever goes on from its checkpoint does not run that code."""
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path)}
+    job = start_job(lowered_by_evaluations, workers=2, hold=2, environment=environment)
+    job.reach(2)
+    job.call("stop", reason="the job is suspended")
+    job.wait_for(lambda status: status.prepared, "a plan to stop")
+    assert not any(outcome.kind == "returned" for outcome in job.finish().values())
+    resumed = start_job(lowered_by_evaluations, workers=2, environment=environment)
+    assert resumed.results() == [alone(lowered_by_evaluations)] * 2

@@ -16,6 +16,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, Protocol, TypedDict
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch import Tensor, nn
@@ -479,7 +481,8 @@ _DEPTH, _MOST = 8, 64
 class Watched:
     """The attributes of a dataset and a ``collate_fn``, and of objects in them: whether the script has set any since.
 
-    What changes within an array, a dict or an attribute that is no plain value is not seen.
+    What changes within an array, a dict or an attribute that is no plain value is not seen, and neither are resources
+    that are opened late.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -519,21 +522,49 @@ class Watched:
 
 
 def _differs(holder: dict[str, Any], noted: dict[str, tuple[Any, int | None]]) -> str | None:
-    for name, value in holder.items():
+    present = list(holder.items())  # at once: another thread may set some
+    for name, value in present:
         before, state = noted.get(name, _ABSENT)
         if value is before:
             if state is not None and _state_of(value) != state:
                 return name
-        elif not (isinstance(value, _PLAIN) and type(value) is type(before) and value == before):
+        elif not (_are_equal(value, before, state) or _is_resource(value)):
             return name
-    return None if len(holder) == len(noted) else next(name for name in noted if name not in holder)
+    return None if len(present) == len(noted) else next((name for name in noted if name not in holder), None)
 
 
 def _state_of(value: Any) -> int | None:
-    """What shows that it was written to; ``None``: nothing does."""
+    """What shows that it was written to; ``None``: nothing does, or loader processes see what is written."""
+    if type(value) in weakref.ProxyTypes:  # of what may be gone, which a look at it would tell
+        return None
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
+        return None if value.is_inference() or value.is_shared() else value._version  # type: ignore[no-untyped-call]
     return len(value) if isinstance(value, list | set) else None
+
+
+def _are_equal(value: Any, before: Any, state: int | None) -> bool:
+    """Whether it is the same value made anew, as ``set_epoch`` does that a script calls in each step."""
+    if type(value) is not type(before) or (state is not None and _state_of(before) != state):
+        return False
+    if isinstance(value, Tensor):
+        return value.shape == before.shape and value.dtype == before.dtype and torch.equal(value, before)
+    if isinstance(value, np.ndarray):
+        return value.dtype == before.dtype and np.array_equal(value, before)
+    plain = (*_PLAIN, np.generic)
+    if isinstance(value, list | tuple) and all(isinstance(each, plain) for each in (*value, *before)):
+        return bool(value == before)
+    return isinstance(value, plain) and bool(value == before)
+
+
+def _is_resource(value: Any) -> bool:
+    """Whether it is an open file or the like, which each process opens for itself, and not what a script sets."""
+    if isinstance(value, (*_PLAIN, *_NO_HOLDERS, np.ndarray)) or type(value) in weakref.ProxyTypes:
+        return False
+    try:
+        value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001 - it may be anybody's
+        return True
+    return False
 
 
 def _holders(roots: Iterable[object]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -542,7 +573,7 @@ def _holders(roots: Iterable[object]) -> Iterator[tuple[str, dict[str, Any]]]:
     for _ in range(_DEPTH):
         following: list[object] = []
         for each in level:
-            if id(each) in seen or isinstance(each, (*_PLAIN, *_NO_HOLDERS)):
+            if id(each) in seen or type(each) in weakref.ProxyTypes or isinstance(each, (*_PLAIN, *_NO_HOLDERS)):
                 continue
             seen.add(id(each))
             if len(seen) > _MOST:

@@ -262,6 +262,10 @@ class Companions:
     def knows(self, thing: object) -> bool:
         return any(thing is known for known in self._objects.values())
 
+    @property
+    def objects(self) -> list[Any]:
+        return list(self._objects.values())
+
     def capture(self) -> dict[str, Any]:
         """Their states, by reference."""
         return {name: self._objects[name].state_dict() for name in self.names}

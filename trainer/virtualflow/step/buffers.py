@@ -409,6 +409,7 @@ class Modes:
         places = {name: place for place, name in enumerate(self._names)}
         self._parents = [places[name.rpartition(".")[0]] for name in self._names]
         """By place; the model's own is itself."""
+        self._built = self._read()
         self._begun: list[bool] | None = None
         """When the last attempt began."""
 
@@ -420,26 +421,31 @@ class Modes:
 
     @property
     def state(self) -> dict[str, bool]:
-        """The model's own mode by the name "", and by name those of modules in another mode than what they are in."""
+        """Modes that the script has changed since it built the model: by module, for what is in it but for others."""
         if self._begun is None:
             return {}
         now = self._read()
         modes = now if now[0] is self._begun[0] else self._begun
-        return {
-            name: mode
-            for name, mode, parent in zip(self._names, modes, self._parents, strict=True)
-            if not name or mode is not modes[parent]
-        }
+        told, covered = dict[str, bool](), list[bool]()
+        for name, mode, built, parent in zip(self._names, modes, self._built, self._parents, strict=True):
+            inherits = bool(name) and covered[parent]
+            if (mode is not modes[parent]) if inherits else (mode is not built):
+                told[name] = mode
+            covered.append(inherits or name in told)
+        return told
 
     def restore(self, state: Mapping[str, bool]) -> None:
-        """Become that; nothing where it is empty. Modules change by their own ``train``, which may do more."""
-        if not state:
-            return
-        modes = list[bool]()
-        for name, module, parent in zip(self._names, self._modules, self._parents, strict=True):
-            modes.append(state[name] if name in state else modes[parent])
-            if module.training is not modes[-1]:
-                module.train(modes[-1])
+        """Become that. Modules change by their own ``train``, which may do more than to set the mode."""
+        modes, covered = list[bool](), list[bool]()
+        for name, mode, parent in zip(self._names, self._read(), self._parents, strict=True):
+            inherits = bool(name) and covered[parent]
+            modes.append(state[name] if name in state else modes[parent] if inherits else mode)
+            covered.append(inherits or name in state)
+        for module, mode in zip(self._modules, modes, strict=True):
+            if module.training is not mode:
+                module.train(mode)
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode  # one that is in two others has got the second one's
         self._begun = modes
 
 

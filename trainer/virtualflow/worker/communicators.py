@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from virtualflow.device import FreedMemory
@@ -21,7 +21,7 @@ class Communicators:
 
     Args:
         interruption: why a collective of a plan is not to be waited for any longer, if so.
-        offered: the plan that this worker has offered to enter, whose communicator stays although newer ones stand.
+        offered: the plans that this worker has offered to enter, whose communicators stay although newer ones stand.
         signer: of a worker that seals what it sends to others.
     """
 
@@ -32,7 +32,7 @@ class Communicators:
         incarnation: str,
         settings: WorkerSettings,
         interruption: Callable[[m.Plan], str | None],
-        offered: Callable[[], m.Plan | None],
+        offered: Callable[[], Collection[m.Plan]],
         signer: Signer | None = None,
     ) -> None:
         self.reserve = Reserve()
@@ -136,9 +136,8 @@ class Communicators:
             wanted = not (superseded() or self._closed)
             if wanted:
                 self._prepared[plan.generation] = communicator
-                offered = self._offered()
-                kept = offered.generation if offered is not None else m.NO_GENERATION
-                old = [g for g in self._prepared if g < plan.generation and g != kept]
+                kept = {offered.generation for offered in self._offered()}
+                old = [g for g in self._prepared if g < plan.generation and g not in kept]
                 self.retired.extend(self._prepared.pop(g) for g in old)
                 link.changed.notify_all()
         if wanted:

@@ -292,8 +292,9 @@ class _Together(_Alone):
         blocks = gather_bytes(communicator, codec.pack(mine))
         context.training.complete_exchange(blocks)
         membership.note_offers(header.offer for header in headers)
-        if membership.agreed is not None and not membership.agreed.joiners:
-            membership.switch()  # members that drain leave now; joiners have no part in the evaluation
+        agreed = membership.agreed
+        if agreed is not None and not agreed.joiners and (agreed.members or self._loop.trained):
+            membership.switch()  # members that drain leave now; joiners and a stop wait for its end
 
     def _compute_all(self, step: int, done: int, nodes: Sequence[int]) -> None:
         context, turns, step_made = self._context, self._context.turns, self._context.training.completed_steps

@@ -87,7 +87,7 @@ class Loop:
         self._cautions = Cautions(context.session)
         self._weights_beside: WeightsBeside | None = None
         if proves or context.checkpointer.writes:
-            self._weights_beside = WeightsBeside(context.request.model, context.training.knows)
+            self._weights_beside = WeightsBeside(context.request.model, context.training.known)
         self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
         self._saving: Saving | None = None
         # For a sharded optimizer's checkpoint all are needed, whoever writes it.

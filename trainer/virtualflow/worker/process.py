@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -19,11 +20,11 @@ import struct
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from types import FrameType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -186,6 +187,8 @@ class Sigterm:
 
 _OURS = "virtualflow."
 _LIBRARIES = (_OURS, "torch.")
+_HELD_BY_US = 3
+"""References to a frame's copy of its variables: the frame's, ours, and the count's. The script has one by locals()."""
 _REACH = 2
 """How many objects away from a variable something is still looked for."""
 _IN_ORDER = (None, 0, 128 + signal.SIGTERM)
@@ -214,7 +217,7 @@ def check_left_behind(known: Callable[[object], bool], optimizers: Sequence[Opti
             )
 
 
-FIRST_LOOKS, _EVERY = 4, 100
+FIRST_LOOKS, _EVERY = 8, 100
 """Behind so many steps at the beginning it is looked for weights beside the model, and then behind two of so many."""
 _TENSORS, _SAMPLED = 16, 1 << 16
 """Of such weights, so many tensors of so many elements are compared."""
@@ -224,63 +227,75 @@ class WeightsBeside:
     """Finds weights that a script averages or copies by hand: a teacher, a target network, shadows in a dict.
 
     What tells them from weights that stay as they are, and from those that are made anew where they are used, is that
-    the same module, dict or list holds other values a step later.
+    the same module, dict or list has held other values twice, which are not those of the model.
+
+    Args:
+        known: what is part of the state, with all that it holds.
     """
 
-    def __init__(self, model: nn.Module, known: Callable[[object], bool]) -> None:
-        self._own = {id(parameter) for parameter in model.parameters()}
-        self._places = {_place_of(parameter) for parameter in model.parameters()}
-        self._shapes = sorted(tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad)
+    def __init__(self, model: nn.Module, known: Callable[[], Iterable[object]]) -> None:
+        self._own = list(model.parameters())
+        self._shapes = sorted(tuple(parameter.shape) for parameter in self._own if parameter.requires_grad)
         self._known = known
-        self._before: tuple[int, dict[int, list[int]]] = 0, {}
-        """The step that it was last looked behind, and the contents of what was found, by identity."""
-        self._modules: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
-        """At whatever step it was found first."""
+        self._step = 0
+        """That it was last looked behind."""
+        self._found: dict[int, tuple[weakref.ref[nn.Module] | None, list[int], int]] = {}
+        """By identity: the module, if it is one, its contents, and how often they had changed."""
 
     def look(self, step: int) -> str | None:
-        """A sentence about weights that have changed; ``None``: there are none, or it is not looked now."""
+        """A sentence about weights that change; ``None``: there are none, or it is not looked now."""
         if step > FIRST_LOOKS and step % _EVERY > 1:
             return None
-        last, before = self._before
-        found: dict[int, list[int]] = {}
+        passed = {id(each) for known in self._known() for each in _with_submodules(known)} | set(map(id, self._own))
+        found, looked, changing = {}, set[int](), None
         for name, value in _variables(sys._getframe(1)):
-            tensors = [] if id(value) in found else self._weights_in(value)
-            if not tensors:
+            if id(value) in passed or id(value) in looked:
                 continue
-            now = found[id(value)] = _contents_of(tensors)
-            if isinstance(value, nn.Module):
-                former = self._modules.setdefault(value, now)
-            else:  # which cannot be referred to weakly: the next one may have its identity later
-                former = before.get(id(value), now) if last == step - 1 else now
-            if former != now:
-                return _beside(name, value)
-        self._before = step, found
-        return None
+            looked.add(id(value))
+            try:
+                now = self._contents_of(value, passed)
+            except Exception:  # noqa: BLE001 - it may be anything, and nobody has asked for its contents
+                continue
+            if now is None:
+                continue
+            is_module, (former, before, times) = (
+                isinstance(value, nn.Module),
+                self._found.get(id(value), (None, now, 0)),
+            )
+            if (former is None or former() is not value) if is_module else self._step != step - 1:
+                before, times = now, 0  # another one has had its identity, as far as is known
+            times += before != now and now != _sums(self._own)
+            found[id(value)] = weakref.ref(value) if isinstance(value, nn.Module) else None, now, times
+            if times > 1:
+                changing = changing or _beside(name, value)
+        self._step, self._found = step, found
+        return changing
 
-    def _weights_in(self, value: object) -> list[Tensor]:
-        """The weights, if it holds any of its own, that nobody knows of."""
+    def _contents_of(self, value: object, passed: set[int]) -> list[int] | None:
         if isinstance(value, nn.Module):
             held: list[Any] = list(value.parameters())
-            if any(id(each) in self._own for each in held) or self._known(value):
-                return []
         elif isinstance(value, dict | list):
             held = list(value.values()) if isinstance(value, dict) else value
             fit = len(held) == len(self._shapes) and all(isinstance(each, Tensor) for each in held)
             if not fit or sorted(tuple(each.shape) for each in held) != self._shapes:
-                return []
+                return None
         else:
-            return []
-        return [] if any(_place_of(each) in self._places for each in held) else held
+            return None
+        places = {each.untyped_storage().data_ptr() for each in self._own}
+        shared = any(id(each) in passed or each.untyped_storage().data_ptr() in places for each in held)
+        return None if shared or not held else _sums(held)
 
 
-def _place_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _contents_of(tensors: list[Tensor]) -> list[int]:
+def _sums(tensors: Sequence[Tensor]) -> list[int]:
     floating = [each.detach() for each in tensors if each.is_floating_point()]
     smallest = sorted(floating, key=Tensor.numel)[:_TENSORS]
     return [int(add_bits(each.reshape(-1)[:_SAMPLED])) for each in smallest]
+
+
+def _with_submodules(value: object) -> Iterable[object]:
+    if not isinstance(value, nn.Module):
+        return [value]
+    return [*value.modules(), *value.parameters()]
 
 
 def _beside(name: str, value: object) -> str:
@@ -299,18 +314,29 @@ def _beside(name: str, value: object) -> str:
 
 def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """The variables of the script's functions that are running, and the attributes of objects in them, and in those."""
+    seen = set[int]()
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith(_OURS):
-            yield from _in_reach([*frame.f_locals.items()], _REACH)
+            variables = frame.f_locals
+            named = [*variables.items()]
+            copied = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(variables, dict)
+            if copied and sys.getrefcount(variables) <= _HELD_BY_US:
+                variables.clear()  # the frame would keep the copy, and all that is in it with it
+            yield from _in_reach(named, _REACH, seen)
         frame = frame.f_back
 
 
-def _in_reach(named: Iterable[tuple[str, Any]], reach: int) -> Iterator[tuple[str, Any]]:
+def _in_reach(named: Iterable[tuple[str, Any]], reach: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
     for name, value in named:
+        if type(value) in weakref.ProxyTypes:  # of what may be gone, which a look at it would tell
+            continue
         yield name, value
+        if not reach or id(value) in seen:
+            continue
+        seen.add(id(value))
         held = None if isinstance(value, ModuleType | type) else getattr(value, "__dict__", None)
-        if reach and isinstance(held, dict) and not type(value).__module__.startswith(_LIBRARIES):
-            yield from _in_reach([*held.items()], reach - 1)
+        if isinstance(held, dict) and not type(value).__module__.startswith(_LIBRARIES):
+            yield from _in_reach([*held.items()], reach - 1, seen)
 
 
 def read_exit(

@@ -66,6 +66,8 @@ class Session:
         self._settings = settings.link
         self._report_limit = settings.report_limit
         self._offered: m.Plan | None = None
+        self._agreed: m.Plan | None = None
+        """The last one that all have offered to enter."""
         self.link = Link(
             environment.coordinator, environment.credential, self._hello, self._on_plan, settings.link, self._on_over
         )
@@ -75,7 +77,7 @@ class Session:
         self._noticed = threading.Event()
         """The training thread knows that this process is not to go on."""
         self.communicators = Communicators(
-            self.link, state, self.incarnation, settings, self.interruption, lambda: self._offered, signer
+            self.link, state, self.incarnation, settings, self.interruption, self.offered, signer
         )
         self.reserve = self.communicators.reserve
 
@@ -169,7 +171,12 @@ class Session:
             lineage.refute(plan)
             return None
         lineage.count(plan, "attempted")
+        self._agreed = plan
         return plan
+
+    def offered(self) -> list[m.Plan]:
+        """Plans that this worker may be about to enter."""
+        return [plan for plan in (self._offered, self._agreed) if plan is not None]
 
     def enter(self, plan: m.Plan) -> Communicator:
         """Make ``plan`` the generation of this worker; its communicator stands already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from virtualflow.state import (
     capture,
     codec,
     digests,
+    optimizers_of,
     schedulers_of,
     size_of,
     split,
@@ -89,9 +90,11 @@ class Training:
 
     def knows(self, thing: object) -> bool:
         """Whether an object is part of the state: one of the companions, or a scheduler, also inside of another one."""
-        return self.companions.knows(thing) or any(
-            each is thing for each in walk_objects(schedulers_of(self.scheduler))
-        )
+        return any(each is thing for each in self.known())
+
+    def known(self) -> Iterator[object]:
+        """The objects that are part of the state beside the model, and what they hold."""
+        return walk_objects([*self.companions.objects, *schedulers_of(self.scheduler), *optimizers_of(self.optimizer)])
 
     @property
     def is_over(self) -> bool:
