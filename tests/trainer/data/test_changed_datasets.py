@@ -118,6 +118,12 @@ def test_a_curriculum_is_the_same_with_loader_processes_that_others_start_later(
     assert job.results() == [reference] * 2
 
 
+def ragged() -> np.ndarray[Any, Any]:
+    made = np.empty(2, dtype=object)
+    made[:] = [np.arange(2), np.arange(3)]
+    return made
+
+
 class Held:
     """As datasets hold things: plain values, objects, containers."""
 
@@ -127,6 +133,7 @@ class Held:
         self.parts = [SimpleNamespace(p=0.5), SimpleNamespace(p=0.1)]
         self.model = nn.Linear(2, 2)
         self.itself = self
+        self.sparse, self.meta, self.ragged = torch.eye(2).to_sparse(), torch.zeros(2, device="meta"), ragged()
         self.file, self.order, self.seed, self.lock = None, np.arange(4), np.int64(3), threading.Lock()
         self.shared, self.gone = torch.zeros(2).share_memory_(), weakref.proxy(nn.Linear(1, 1))
 
@@ -155,6 +162,10 @@ def grow(held: Held) -> None:
         (lambda held: setattr(held, "parts", SimpleNamespace(p=0.5)), "Held.parts"),
         (grow, "Held.rows"),
         (lambda held: held.shared.add_(1), None),
+        (lambda held: setattr(held, "lock", threading.Lock()), "Held.lock"),  # as a file of another epoch would be
+        (lambda held: setattr(held, "ragged", ragged()), "Held.ragged"),  # which cannot be compared
+        (lambda held: setattr(held, "sparse", torch.eye(2).to_sparse()), "Held.sparse"),
+        (lambda held: setattr(held, "meta", torch.zeros(2, device="meta")), "Held.meta"),
         (lambda held: held.weights.add_(1), "Held.weights"),
         (lambda held: setattr(held.parts[1], "p", 0.2), "SimpleNamespace.p"),
         (lambda held: setattr(held.model, "training", False), None),

@@ -3,7 +3,7 @@ epoch, the step and the virtual node.
 """
 
 from virtualflow.data.counting import ALL, CountWatch
-from virtualflow.data.dataloader import LoaderOptions, MicroBatch, Source, hear_of_ends
+from virtualflow.data.dataloader import LoaderOptions, MicroBatch, Source, attributes_of, hear_of_ends
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import check_dataset, open_source
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded

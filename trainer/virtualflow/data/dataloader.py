@@ -526,9 +526,11 @@ def _differs(holder: dict[str, Any], noted: dict[str, tuple[Any, int | None]]) -
     for name, value in present:
         before, state = noted.get(name, _ABSENT)
         if value is before:
-            if state is not None and _state_of(value) != state:
+            if state is not None and _state_of(value) not in (state, None):
                 return name
-        elif not (_are_equal(value, before, state) or _is_resource(value)):
+        elif _are_equal(value, before, state):
+            noted[name] = value, _state_of(value)
+        elif not ((before is None or name not in noted) and _is_resource(value)):
             return name
     return None if len(present) == len(noted) else next((name for name in noted if name not in holder), None)
 
@@ -538,22 +540,36 @@ def _state_of(value: Any) -> int | None:
     if type(value) in weakref.ProxyTypes:  # of what may be gone, which a look at it would tell
         return None
     if isinstance(value, Tensor):
-        return None if value.is_inference() or value.is_shared() else value._version  # type: ignore[no-untyped-call]
+        seen = value.is_inference() or value.layout is not torch.strided or value.is_meta or _is_shared(value)
+        return None if seen else value._version
     return len(value) if isinstance(value, list | set) else None
+
+
+def _is_shared(value: Tensor) -> bool:
+    try:
+        return bool(value.is_shared())  # type: ignore[no-untyped-call]
+    except (NotImplementedError, RuntimeError):  # it has no memory of the usual kind
+        return True
 
 
 def _are_equal(value: Any, before: Any, state: int | None) -> bool:
     """Whether it is the same value made anew, as ``set_epoch`` does that a script calls in each step."""
-    if type(value) is not type(before) or (state is not None and _state_of(before) != state):
+    if type(value) is not type(before) or (state is not None and _state_of(before) not in (state, None)):
         return False
-    if isinstance(value, Tensor):
-        return value.shape == before.shape and value.dtype == before.dtype and torch.equal(value, before)
-    if isinstance(value, np.ndarray):
-        return value.dtype == before.dtype and np.array_equal(value, before)
     plain = (*_PLAIN, np.generic)
-    if isinstance(value, list | tuple) and all(isinstance(each, plain) for each in (*value, *before)):
-        return bool(value == before)
-    return isinstance(value, plain) and bool(value == before)
+    try:
+        if isinstance(value, Tensor):
+            alike = (value.shape, value.dtype, value.device) == (before.shape, before.dtype, before.device)
+            return alike and torch.equal(value, before)
+        if isinstance(value, np.memmap):
+            return (value.filename, value.offset, value.shape) == (before.filename, before.offset, before.shape)
+        if isinstance(value, np.ndarray):
+            return value.dtype == before.dtype and np.array_equal(value, before)
+        if isinstance(value, list | tuple) and all(isinstance(each, plain) for each in (*value, *before)):
+            return bool(value == before)
+        return isinstance(value, plain) and bool(value == before)
+    except (RuntimeError, TypeError, ValueError):  # of kinds that cannot be compared: meta, nested, of arrays
+        return False
 
 
 def _is_resource(value: Any) -> bool:
@@ -581,7 +597,16 @@ def _holders(roots: Iterable[object]) -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(each, list | tuple | dict):
                 if len(each) <= _MOST:
                     following += each.values() if isinstance(each, dict) else each
-            elif isinstance(held := getattr(each, "__dict__", None), dict):
+            elif (held := attributes_of(each)) is not None:
                 yield type(each).__name__, held
                 following += held.values()
         level = following
+
+
+def attributes_of(value: object) -> dict[str, Any] | None:
+    """The attributes that an object has of its own, without its own word on it."""
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return held if isinstance(held, dict) else None

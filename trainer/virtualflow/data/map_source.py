@@ -124,9 +124,9 @@ class MapSource:
         self._ahead_of_need = processes > 0 or options.get("pin_memory", False)
         self._options = options
         self._batches: Iterator[Any] = iter(())
-        self._watched = Watched(dataset, collate_of(options)) if processes else None
         if self._ahead_of_need:
             self._open()
+        self._watched = Watched(dataset, collate_of(options)) if processes else None
 
     def _open(self) -> None:
         self._batches = open_loader(

@@ -40,6 +40,8 @@ _CORNER = 3
 _LARGE = 1 << 16
 """Elements of other tensors of which there is a corner only."""
 _DEPTH = 8
+_LONGEST = 1 << 14
+"""A list of more is one of samples or the like, and is not gone through."""
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module)
 _COVERED = ("state", "param_groups", "defaults")
 
@@ -195,7 +197,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
-        return value
+        return value if len(value) <= _LONGEST else ()
     if isinstance(value, (Tensor, np.ndarray, *_OPAQUE)):
         return ()
     return list(getattr(value, "__dict__", {}).values())

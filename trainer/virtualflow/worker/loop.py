@@ -35,7 +35,7 @@ from virtualflow.step import (
     forget_cached_weights,
 )
 from virtualflow.worker.divergence import SpotChecking, end_by_divergence
-from virtualflow.worker.process import FIRST_LOOKS, WeightsBeside, check_left_behind
+from virtualflow.worker.process import WeightsBeside, check_left_behind
 from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
@@ -172,12 +172,10 @@ class Loop:
             self._guard.between()
 
     def _look_beside(self) -> None:
-        """Refuse weights that the script changes by hand; later, where work would be lost by that, warn of them."""
-        step = self.context.training.completed_steps
-        found = None if self._weights_beside is None else self._weights_beside.look(step)
+        found = (
+            None if self._weights_beside is None else self._weights_beside.look(self.context.training.completed_steps)
+        )
         if found is not None:
-            if step <= FIRST_LOOKS:
-                raise ConfigurationError(found)
             self._weights_beside = None
             self.context.session.note("warning", found)
 

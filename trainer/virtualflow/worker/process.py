@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from virtualflow._process import end_at_once
+from virtualflow.data import attributes_of
 from virtualflow.errors import ConfigurationError, Drained, ScriptExited
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.step import add_bits
@@ -217,7 +218,7 @@ def check_left_behind(known: Callable[[object], bool], optimizers: Sequence[Opti
             )
 
 
-FIRST_LOOKS, _EVERY = 8, 100
+_FIRST_LOOKS, _EVERY = 8, 100
 """Behind so many steps at the beginning it is looked for weights beside the model, and then behind two of so many."""
 _TENSORS, _SAMPLED = 16, 1 << 16
 """Of such weights, so many tensors of so many elements are compared."""
@@ -235,28 +236,37 @@ class WeightsBeside:
 
     def __init__(self, model: nn.Module, known: Callable[[], Iterable[object]]) -> None:
         self._own = list(model.parameters())
-        self._shapes = sorted(tuple(parameter.shape) for parameter in self._own if parameter.requires_grad)
+        self._trained = [parameter for parameter in self._own if parameter.requires_grad]
+        self._shapes = sorted(tuple(parameter.shape) for parameter in self._trained)
         self._known = known
         self._step = 0
         """That it was last looked behind."""
+        self._sums: list[list[int]] = []
+        """The model's then."""
         self._found: dict[int, tuple[weakref.ref[nn.Module] | None, list[int], int]] = {}
         """By identity: the module, if it is one, its contents, and how often they had changed."""
 
     def look(self, step: int) -> str | None:
         """A sentence about weights that change; ``None``: there are none, or it is not looked now."""
-        if step > FIRST_LOOKS and step % _EVERY > 1:
+        if step > _FIRST_LOOKS and step % _EVERY > 1:
             return None
-        passed = {id(each) for known in self._known() for each in _with_submodules(known)} | set(map(id, self._own))
-        found, looked, changing = {}, set[int](), None
+        try:
+            passed = [*self._own, *_with_parts(self._known())]
+            places = {_place_of(each) for each in passed if isinstance(each, Tensor)}
+        except Exception:  # noqa: BLE001 - what the script passes may be anything, and nobody has asked for this look
+            return None
+        looked, found, changing = set(map(id, passed)), {}, None
+        sums = [_sums(self._own), _sums(self._trained)]
         for name, value in _variables(sys._getframe(1)):
-            if id(value) in passed or id(value) in looked:
+            if id(value) in looked:
                 continue
             looked.add(id(value))
             try:
-                now = self._contents_of(value, passed)
-            except Exception:  # noqa: BLE001 - it may be anything, and nobody has asked for its contents
-                continue
-            if now is None:
+                held = self._weights_in(value)
+                if not held or any(_place_of(each) in places for each in held):
+                    continue
+                now = _sums(held)
+            except Exception:  # noqa: BLE001 - likewise
                 continue
             is_module, (former, before, times) = (
                 isinstance(value, nn.Module),
@@ -264,26 +274,23 @@ class WeightsBeside:
             )
             if (former is None or former() is not value) if is_module else self._step != step - 1:
                 before, times = now, 0  # another one has had its identity, as far as is known
-            times += before != now and now != _sums(self._own)
+            times += before != now and now not in sums and now not in self._sums
             found[id(value)] = weakref.ref(value) if isinstance(value, nn.Module) else None, now, times
             if times > 1:
                 changing = changing or _beside(name, value)
-        self._step, self._found = step, found
+        self._step, self._sums, self._found = step, sums, found
         return changing
 
-    def _contents_of(self, value: object, passed: set[int]) -> list[int] | None:
+    def _weights_in(self, value: object) -> list[Tensor]:
         if isinstance(value, nn.Module):
-            held: list[Any] = list(value.parameters())
-        elif isinstance(value, dict | list):
-            held = list(value.values()) if isinstance(value, dict) else value
-            fit = len(held) == len(self._shapes) and all(isinstance(each, Tensor) for each in held)
-            if not fit or sorted(tuple(each.shape) for each in held) != self._shapes:
-                return None
-        else:
-            return None
-        places = {each.untyped_storage().data_ptr() for each in self._own}
-        shared = any(id(each) in passed or each.untyped_storage().data_ptr() in places for each in held)
-        return None if shared or not held else _sums(held)
+            return list(value.parameters())
+        held: list[Any] = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        fit = len(held) == len(self._shapes) and all(isinstance(each, Tensor) for each in held)
+        return held if fit and sorted(tuple(each.shape) for each in held) == self._shapes else []
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
@@ -292,10 +299,15 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
     return [int(add_bits(each.reshape(-1)[:_SAMPLED])) for each in smallest]
 
 
-def _with_submodules(value: object) -> Iterable[object]:
-    if not isinstance(value, nn.Module):
-        return [value]
-    return [*value.modules(), *value.parameters()]
+def _with_parts(objects: Iterable[object]) -> Iterator[object]:
+    """These, and what is in the modules among them."""
+    for each in objects:
+        yield each
+        for module in each.modules() if isinstance(each, nn.Module) else ():
+            yield from (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
+            for held in vars(module).values():
+                yield held
+                yield from held.values() if isinstance(held, dict) else ()
 
 
 def _beside(name: str, value: object) -> str:
@@ -314,27 +326,28 @@ def _beside(name: str, value: object) -> str:
 
 def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """The variables of the script's functions that are running, and the attributes of objects in them, and in those."""
-    seen = set[int]()
+    seen = dict[int, int]()
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith(_OURS):
             variables = frame.f_locals
             named = [*variables.items()]
-            copied = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(variables, dict)
-            if copied and sys.getrefcount(variables) <= _HELD_BY_US:
-                variables.clear()  # the frame would keep the copy, and all that is in it with it
+            code, copied = frame.f_code, sys.version_info < (3, 13) and sys.getrefcount(variables) <= _HELD_BY_US
+            if copied and code.co_flags & inspect.CO_OPTIMIZED:
+                for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+                    variables.pop(name, None)  # the frame would keep the copy, and all that is in it with it
             yield from _in_reach(named, _REACH, seen)
         frame = frame.f_back
 
 
-def _in_reach(named: Iterable[tuple[str, Any]], reach: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _in_reach(named: Iterable[tuple[str, Any]], reach: int, seen: dict[int, int]) -> Iterator[tuple[str, Any]]:
     for name, value in named:
         if type(value) in weakref.ProxyTypes:  # of what may be gone, which a look at it would tell
             continue
         yield name, value
-        if not reach or id(value) in seen:
+        if seen.get(id(value), 0) >= reach:
             continue
-        seen.add(id(value))
-        held = None if isinstance(value, ModuleType | type) else getattr(value, "__dict__", None)
+        seen[id(value)] = reach
+        held = None if isinstance(value, ModuleType | type) else attributes_of(value)
         if isinstance(held, dict) and not type(value).__module__.startswith(_LIBRARIES):
             yield from _in_reach([*held.items()], reach - 1, seen)
 

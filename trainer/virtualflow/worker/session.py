@@ -181,7 +181,7 @@ class Session:
     def enter(self, plan: m.Plan) -> Communicator:
         """Make ``plan`` the generation of this worker; its communicator stands already."""
         communicator = self.communicators.take(plan.generation, self.communicator)
-        self.state.plan, self.communicator = plan, communicator
+        self.state.plan, self.communicator, self._agreed = plan, communicator, None
         self.link.record.fetches = communicator.rank < RECORD_KEEPERS
         self.state.lineage.attempt(plan)
         self.link.forget(m.Prepared)

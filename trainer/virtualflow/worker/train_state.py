@@ -90,7 +90,9 @@ class Training:
 
     def knows(self, thing: object) -> bool:
         """Whether an object is part of the state: one of the companions, or a scheduler, also inside of another one."""
-        return any(each is thing for each in self.known())
+        return self.companions.knows(thing) or any(
+            each is thing for each in walk_objects(schedulers_of(self.scheduler))
+        )
 
     def known(self) -> Iterator[object]:
         """The objects that are part of the state beside the model, and what they hold."""
