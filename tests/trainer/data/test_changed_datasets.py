@@ -108,6 +108,7 @@ def curriculum(loaders: int, dies: str = "") -> Trained:
     return trained(run, model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_the_same_with_loader_processes_that_others_start_later(
     start_job: Callable[..., ElasticJob],
 ) -> None:

@@ -47,6 +47,7 @@ def test_what_is_done_at_an_epochs_end_is_done_by_all_alike(start_job: Callable[
     assert job.results() == [reference] * 2
 
 
+@pytest.mark.slow
 def test_what_is_done_at_an_epochs_end_is_done_once_by_who_resumes(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:
