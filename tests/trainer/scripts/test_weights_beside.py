@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,19 @@ class InAList:
             mine.lerp_(yours.detach(), 0.5)
 
 
+class Refusing(Mapping[str, Any]):
+    """As a configuration with a value that is missing, or a file that is closed."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise LookupError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["missing"])
+
+    def __len__(self) -> int:
+        return 1
+
+
 class PassedShadows(Shadows):
     """Kept in ``state=`` as the sentence asks for; the script has what is in it at hand."""
 
@@ -89,6 +102,7 @@ class PassedShadows(Shadows):
         super().__init__(model)
         self.model, self.net, self.at_hand = model, self, self.shadow
         self.parts = [value.data for value in self.shadow.values()]
+        self.gone, self.mapping = weakref.proxy(nn.Linear(2, 2)), Refusing()
 
     def after(self, number: int) -> None:
         self.update(self.model)

@@ -539,17 +539,13 @@ def _state_of(value: Any) -> int | None:
     """What shows that it was written to; ``None``: nothing does, or loader processes see what is written."""
     if type(value) in weakref.ProxyTypes:  # of what may be gone, which a look at it would tell
         return None
-    if isinstance(value, Tensor):
-        seen = value.is_inference() or value.layout is not torch.strided or value.is_meta or _is_shared(value)
-        return None if seen else value._version
+    if (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_meta)
+    ):
+        return None if value.is_inference() or value.is_shared() else value._version
     return len(value) if isinstance(value, list | set) else None
-
-
-def _is_shared(value: Tensor) -> bool:
-    try:
-        return bool(value.is_shared())  # type: ignore[no-untyped-call]
-    except (NotImplementedError, RuntimeError):  # it has no memory of the usual kind
-        return True
 
 
 def _are_equal(value: Any, before: Any, state: int | None) -> bool:

@@ -17,6 +17,7 @@ import inspect
 import random
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -194,7 +195,7 @@ def _corner(tensor: Tensor) -> Tensor:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # other mappings may compute what they hold, or refuse to
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
         return value if len(value) <= _LONGEST else ()
@@ -209,7 +210,7 @@ def walk_objects(roots: Sequence[Any]) -> Iterator[Any]:
     front: list[tuple[Any, int]] = [(root, _DEPTH) for root in roots]
     while front:
         value, depth = front.pop()
-        if id(value) in seen:
+        if id(value) in seen or type(value) in weakref.ProxyTypes:
             continue
         seen[id(value)] = value
         yield value

@@ -172,9 +172,9 @@ class Loop:
             self._guard.between()
 
     def _look_beside(self) -> None:
-        found = (
-            None if self._weights_beside is None else self._weights_beside.look(self.context.training.completed_steps)
-        )
+        if self._weights_beside is None:
+            return
+        found = self._weights_beside.look(self.context.training.completed_steps)
         if found is not None:
             self._weights_beside = None
             self.context.session.note("warning", found)

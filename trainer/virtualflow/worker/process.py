@@ -26,6 +26,7 @@ from importlib import import_module
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -250,11 +251,10 @@ class WeightsBeside:
         """A sentence about weights that change; ``None``: there are none, or it is not looked now."""
         if step > _FIRST_LOOKS and step % _EVERY > 1:
             return None
-        try:
-            passed = [*self._own, *_with_parts(self._known())]
-            places = {_place_of(each) for each in passed if isinstance(each, Tensor)}
-        except Exception:  # noqa: BLE001 - what the script passes may be anything, and nobody has asked for this look
-            return None
+        passed = [*self._own, *_with_parts(self._known())]
+        places = {
+            _place_of(each) for each in passed if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter)
+        }
         looked, found, changing = set(map(id, passed)), {}, None
         sums = [_sums(self._own), _sums(self._trained)]
         for name, value in _variables(sys._getframe(1)):
@@ -263,16 +263,13 @@ class WeightsBeside:
             looked.add(id(value))
             try:
                 held = self._weights_in(value)
-                if not held or any(_place_of(each) in places for each in held):
+                if not held or not places.isdisjoint(map(_place_of, held)):
                     continue
                 now = _sums(held)
-            except Exception:  # noqa: BLE001 - likewise
+            except Exception:  # noqa: BLE001 - it may be anything, and nobody has asked for this look
                 continue
-            is_module, (former, before, times) = (
-                isinstance(value, nn.Module),
-                self._found.get(id(value), (None, now, 0)),
-            )
-            if (former is None or former() is not value) if is_module else self._step != step - 1:
+            former, before, times = self._found.get(id(value), (None, now, 0))
+            if former() is not value if former is not None else self._step != step - 1:
                 before, times = now, 0  # another one has had its identity, as far as is known
             times += before != now and now not in sums and now not in self._sums
             found[id(value)] = weakref.ref(value) if isinstance(value, nn.Module) else None, now, times
@@ -289,8 +286,9 @@ class WeightsBeside:
         return held if fit and sorted(tuple(each.shape) for each in held) == self._shapes else []
 
 
-def _place_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _place_of(tensor: Tensor) -> int | None:
+    """Where its memory is; ``None``: it has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else None
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:

@@ -175,10 +175,10 @@ class Training:
             extra["tracked"] = tracker.pack(list(self.tracked.values()))
         if not self.arrived:
             extra["arrived"] = False
-        if self.update.sync.switches.state:
-            extra["switched"] = self.update.sync.switches.state
-        if self.update.sync.modes.state:
-            extra["modes"] = self.update.sync.modes.state
+        if switched := self.update.sync.switches.state:
+            extra["switched"] = switched
+        if modes := self.update.sync.modes.state:
+            extra["modes"] = modes
         tree = capture.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
         if self.companions:
             tree["state"] = self.companions.capture()
