@@ -223,8 +223,9 @@ class GradientSync:
         """
         settled = self._overlap.settle() if self._overlap.running else _UNTOUCHED
         record = self.collect(samples, metrics, virtual_nodes, weight)
-        record.switched = self.switches.put_back()
         gradients, given = take_gradients(self._named, settled)
+        # Behind them: each parameter has just been touched, so it costs no second walk through memory.
+        record.switched = self.switches.put_back()
         if self.cut is not None:
             self.cut.check(given)
         node, factor = self._order[self._taken], (samples if weight is None else weight) / self.unit
