@@ -27,7 +27,7 @@ QUEUE_DEFINITION = read_yaml(QUEUE_CRD_FILE)
 KEY = "k" * 64
 TOKEN = "of-the-operator"
 NAMESPACE = "default"
-SECONDS = 60.0
+SECONDS = 180.0
 """How long a test waits for a condition that is usually true within one."""
 
 QUICK: dict[str, Any] = {

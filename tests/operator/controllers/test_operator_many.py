@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_api import Fault
-from stage import NAMESPACE, WRITES, Stage, job, play
+from stage import NAMESPACE, SECONDS, WRITES, Stage, job, play
 
 from virtualflow_operator.constants import WORKER
 from virtualflow_operator.k8s.client import JOBS, Object
@@ -18,7 +18,7 @@ from virtualflow_operator.k8s.client import JOBS, Object
 @pytest.mark.slow
 def test_twenty_jobs_at_once(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.start()
+        stage.start(coordinator_patience=SECONDS)  # all begin at once, and may share two processors
         await stage.watching()
         names = [f"job-{number}" for number in range(20)]
         for name in names:
