@@ -190,9 +190,9 @@ def test_a_leader_that_is_cut_off_exits_and_another_takes_over_within_15_seconds
 def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         async with Wire(stage.server.port) as one, Wire(stage.server.port) as two:
-            first = stage.start("--lease-seconds=3", url=one.url)
+            first = stage.start("--lease-seconds=10", url=one.url)
             await stage.until(lambda: holder(stage) == "replica-0")
-            stage.start("--lease-seconds=3", url=two.url)
+            stage.start("--lease-seconds=10", url=two.url)
             names = [f"job-{number}" for number in range(4)]
             for name in names:
                 stage.apply(name)

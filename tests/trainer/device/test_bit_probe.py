@@ -52,9 +52,13 @@ def test_it_is_the_same_every_time_and_draws_no_random_numbers(digest: str) -> N
         assert determinism.probe_bits(CPU) == digest
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             assert determinism.probe_bits(CPU) == digest
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert determinism.probe_bits(CPU) == digest
         assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(17))
     finally:
         pinned.undo()
+        torch.set_default_dtype(torch.float32)
         torch.random.set_rng_state(state)
 
 

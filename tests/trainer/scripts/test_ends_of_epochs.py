@@ -81,3 +81,37 @@ def test_the_end_is_known_behind_the_micro_batches() -> None:
             for x, y in step:
                 F.mse_loss(model(x), y).backward()
             assert not step.ends_epoch
+
+
+def in_passes(breaks: bool, passes: int) -> tuple[list[int], torch.Tensor]:
+    """A loop over epochs around the run, as loops over a ``DataLoader`` have it; how many steps each pass has made."""
+    torch.manual_seed(0)
+    model, made = nn.Linear(6, 1), []
+    data = TensorDataset(torch.randn(36, 6), torch.randn(36, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with vf.elastic(model, optimizer, data, batch_size=12, epochs=3, virtual_nodes=6) as run:
+        for _ in range(passes):
+            made.append(0)
+            for step in run:
+                for x, y in step:
+                    F.mse_loss(model(x), y).backward()
+                made[-1] += 1
+                if breaks and step.ends_epoch:
+                    break
+    return made, model.weight.detach()
+
+
+def test_another_pass_over_a_run_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert in_passes(breaks=False, passes=4)[0] == [9, 0, 0, 0]
+    assert [record.levelname for record in caplog.records if "goes through its run again" in record.message] == [
+        "WARNING"
+    ]
+    assert "complete before" not in caplog.text
+
+
+@pytest.mark.parametrize("passes", [3, 5])
+def test_a_pass_for_each_epoch_is_as_good_as_one(passes: int, caplog: pytest.LogCaptureFixture) -> None:
+    made, weight = in_passes(breaks=True, passes=passes)
+    assert made == [3, 3, 3, 0, 0][:passes]
+    assert torch.equal(weight, in_passes(breaks=False, passes=1)[1])
+    assert "goes through its run again" not in caplog.text

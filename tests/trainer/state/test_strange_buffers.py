@@ -84,9 +84,9 @@ def train(kind: str) -> object:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("filled", "buffer mean came into being in a forward pass"),
+        ("filled", "buffer mean has come since vf.elastic got the model"),
         ("tied", "buffer b shares its tensor with a and was replaced"),
-        ("lazy", "buffer mean came into being in a forward pass"),
+        ("lazy", "buffer mean has come since vf.elastic got the model"),
     ],
 )
 def test_a_buffer_without_a_beginning_is_refused(kind: str, sentence: str) -> None:

@@ -199,7 +199,7 @@ def _vision(device: torch.device) -> list[Tensor]:
     )
     gain, shift = _numbers(device, 24, start=4), _numbers(device, 24, start=5)
     weight, bias = _numbers(device, 10, 40, start=6, scale=0.25), _numbers(device, 10, start=8)
-    mean, variance = torch.zeros(24, device=device), torch.ones(24, device=device)
+    mean, variance = (make(24, dtype=torch.float32, device=device) for make in (torch.zeros, torch.ones))
     hidden = F.batch_norm(F.conv2d(images, first, padding=1), mean, variance, gain, shift, training=True)
     # Not the maximum: its backward pass has no deterministic kernel on every device.
     hidden = F.relu(F.conv2d(F.avg_pool2d(F.relu(hidden), 2), second, stride=2))

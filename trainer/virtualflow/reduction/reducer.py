@@ -391,7 +391,7 @@ def _measure(collectives: Collectives, probe: ProbeSettings, *, spare: bool) -> 
     # In turns, so that what else the machine does for a moment disturbs both alike.
     for size in [*took] * probe.rounds:
         took[size] = min(took[size], _time(partial(_gather, collectives, size)))
-    left, right = (torch.ones(probe.added // 4) for _ in range(2))
+    left, right = (torch.ones(probe.added // 4, dtype=torch.float32) for _ in range(2))
     add_byte = min(_time(lambda: left.add_(right))[0] for _ in range(probe.rounds)) / probe.added
     (small, _), (large, busy) = took.values()
     byte = max(_PASSES * add_byte, (large - small) / (probe.large - probe.small))

@@ -231,8 +231,8 @@ class BufferTracker:
                     continue
                 if attribute not in module._non_persistent_buffers_set:
                     raise ConfigurationError(
-                        f"buffer {name} came into being in a forward pass, so virtual nodes cannot start from the same "
-                        "value; register it with a tensor from the start, or with persistent=False if it is a cache"
+                        f"buffer {name} has come since vf.elastic got the model, so virtual nodes cannot start from "
+                        "the same value; register it with a tensor before, or with persistent=False if it is a cache"
                     )
         for name, module, attribute, first in self._ties:
             if module._buffers.get(attribute) is not self._buffers[first].tensor:

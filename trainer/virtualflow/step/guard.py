@@ -64,12 +64,15 @@ class Guard(StepPart):
         settings: GuardSettings,
         warn: Callable[[str], None],
     ) -> None:
+        self._model = model
         named = list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
         self._optimizer, self._travels = optimizer, travels
         self._optimizers = optimizers_of(optimizer)
         self._schedulers, self.sharded, self._settings = schedulers, sharded, settings
         self._groups = self._describe_groups()
+        self._built = _parameters_by_name(model)
+        self._note_layers()
         self.place: Place = "library"
         """Whose code runs; the loop says it."""
         self._warn: Callable[[str], None] | None = warn
@@ -91,6 +94,7 @@ class Guard(StepPart):
 
     def begin(self, attempt: Attempt) -> None:
         self._check_optimizer()
+        self._check_layers()
         if self._versions:
             self._refuse_change(
                 "code before the micro-batches of a step changes it, and a worker that joins has run that code already "
@@ -196,6 +200,29 @@ class Guard(StepPart):
             if not torch.equal(present, before):
                 raise ConfigurationError(f"parameter {name}: {what}; {remedy}")
 
+    # --- layers -------------------------------------------------------------------------------------------------------
+
+    def _check_layers(self) -> None:
+        """Refuse parameters that the model has got since: nobody steps them, and a joiner builds it without them."""
+        same = len(self._places) == sum(map(len, self._held))
+        if same and all(held.get(name) is of for held, name, of in self._places):
+            return
+        for name, parameter in _parameters_by_name(self._model).items():
+            if parameter is not self._built.get(name):
+                raise ConfigurationError(
+                    f"parameter {name} {'is another one' if name in self._built else 'has come'} since vf.elastic got "
+                    "the model (a layer was replaced, added or pruned), so the optimizer does not step it and a worker "
+                    "that joins builds the model without it; make all layers before vf.elastic, and use, freeze or "
+                    "mask them by step.number"
+                )
+        self._note_layers()  # one has come that has no parameters, or one has gone
+
+    def _note_layers(self) -> None:
+        """Note where modules hold their parameters and other modules; those of TorchScript cannot be changed."""
+        held: list[Any] = [part for module in self._model.modules() for part in (module._parameters, module._modules)]
+        self._held: list[dict[str, Any]] = [part for part in held if isinstance(part, dict)]
+        self._places = [(part, name, of) for part in self._held for name, of in part.items()]
+
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     def _describe_groups(self) -> list[int]:
@@ -247,6 +274,10 @@ class Guard(StepPart):
             f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
             "would not get its state; pass it to vf.elastic, in a list with the other one, and remove the call"
         )
+
+
+def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _in_scaler() -> bool:

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 _LOOKS, _MORE_LOOKS = 8, 16
 """How often the first micro-batch without a gradient is given again, and how many of the others are, once each."""
 
+_ANOTHER_PASS = (
+    'the script goes through its run again, in which no step is left: "for step in run" goes through the steps of all '
+    "epochs; leave out the loop around it, and use step.epoch and step.ends_epoch"
+)
 BETWEEN = "running the script's code after the inner loop"
 _NOTHING = nullcontext()
 
@@ -61,6 +65,8 @@ class Loop:
         """At what the script may have changed since the last step."""
         self.trained = False
         """Whether this worker has seen the last step."""
+        self._passes = 0
+        """How often the script has begun to go through the run."""
         self._predictions = "", 0
         self._parts, self._guard, self._sync = context.parts, context.guard, context.update.sync
         self._state = context.session.state
@@ -104,6 +110,12 @@ class Loop:
 
     def steps(self) -> Iterator[Step]:
         context = self.context
+        self._passes += 1
+        if self.trained:
+            # One that breaks off and goes on may well ask once more; who came late has less to go through.
+            if self._passes == 2 and self._state.leader and self._state.step > 0:
+                context.session.note("warning", _ANOTHER_PASS)
+            return
         check_left_behind(context.training.knows, optimizers_of(context.training.optimizer))
         if self._state.running:
             self._repetition = None  # others have proved it
