@@ -112,8 +112,8 @@ class Loop:
         context = self.context
         self._passes += 1
         if self.trained:
-            # One that breaks off and goes on may well ask once more; who came late has less to go through.
-            if self._passes == 2 and self._state.leader and self._state.step > 0:
+            # A script that breaks off at each epoch's end asks more often, and rightly.
+            if self._passes == 2 and self._state.leader:
                 context.session.note("warning", _ANOTHER_PASS)
             return
         check_left_behind(context.training.knows, optimizers_of(context.training.optimizer))
