@@ -245,7 +245,7 @@ async def staged(directory: Path) -> AsyncIterator[Stage]:
     assert used <= RIGHTS, f"docs/how-to/security.md gives no right to {used - RIGHTS}"
 
 
-def play(directory: Path, story: Callable[[Stage], Awaitable[None]], seconds: float = 200.0) -> None:
+def play(directory: Path, story: Callable[[Stage], Awaitable[None]], seconds: float = 2 * SECONDS) -> None:
     """Run a test in a cluster of its own."""
 
     async def within() -> None:

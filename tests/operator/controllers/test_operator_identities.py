@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from fake_api import Fault
-from stage import KEY, NAMESPACE, SECONDS, Stage, play
+from stage import KEY, NAMESPACE, Stage, play
 
 from virtualflow.protocol.certificates import Party
 from virtualflow.protocol.http_api import GoneCall, ScaleCall
@@ -263,7 +263,7 @@ def test_with_another_key_at_once_the_operator_is_refused_and_says_so(tmp_path: 
         await stage.until(lambda: stage.condition("digits", "Ready").get("reason") == "TokenRefused")
         assert "is not the coordinator of this job" in stage.condition("digits", "Ready")["message"]
 
-    play(tmp_path, story, seconds=2 * SECONDS)
+    play(tmp_path, story)
 
 
 # --- in plaintext -----------------------------------------------------------------------------------------------------
