@@ -101,6 +101,15 @@ def test_a_batch_that_does_not_divide_is_one_line_in_a_job(script: Path) -> None
     assert "batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32" in line
 
 
+def test_what_is_wrong_before_a_worker_joins_is_one_line_in_a_job(script: Path) -> None:
+    script.write_text(SCRIPT.replace("elastic(model,", "elastic(torch.nn.DataParallel(model),"))
+    finished = virtualflow_run("--workers", "2", script, "32", "5", "8")
+    assert finished.returncode == 1
+    line = one_line(finished)
+    assert "ended before it could join: the model is wrapped by DataParallel" in line
+    assert "give vf.elastic the plain model" in line
+
+
 def test_virtual_nodes_below_one_are_one_line_alone(script: Path) -> None:
     finished = python(script, 32, 5, 8, VIRTUALFLOW_VIRTUAL_NODES="0")
     assert finished.returncode == 1

@@ -18,6 +18,7 @@ USUAL = {
     "refused": None,
     "fault": None,
     "others_well": False,
+    "said": "",
     "unknown": False,
     "expired": False,
 }
@@ -82,3 +83,10 @@ def test_the_end_of_a_process_is_judged_by_the_facts(code: int, facts: dict[str,
     assert verdict.kind == kind
     if kind == "failed":
         assert verdict.reason.startswith("worker-3 ended")
+
+
+def test_what_ended_a_script_before_it_could_join_is_said_as_the_library_said_it() -> None:
+    early = {**USUAL, "joined": False, "unknown": True}
+    said = "batch_size must be at least 1, not 0"
+    assert judge("worker-3", 1, **early).reason == "worker-3 ended before it could join: exit code 1"
+    assert judge("worker-3", 1, **{**early, "said": said}).reason == f"worker-3 ended before it could join: {said}"

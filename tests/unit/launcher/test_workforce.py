@@ -38,7 +38,7 @@ class Scene:
         )
 
     def end(self, code: int) -> None:
-        process = SimpleNamespace(alive=False, code=code)
+        process = SimpleNamespace(alive=False, code=code, tail=())
         one = WorkerProcess("worker-1", 1, len(self.table.workers), cast("Process", process), 1, "b")
         one.draining = code == LEFT
         self.table.workers.append(one)
@@ -84,7 +84,7 @@ class Alone(Scene):
         self.workforce._backoff_limit = limit
 
     def crash(self, begun: float, now: float) -> None:
-        process = SimpleNamespace(alive=False, code=KILLED)
+        process = SimpleNamespace(alive=False, code=KILLED, tail=())
         ordinal = len(self.table.workers)
         one = WorkerProcess(f"worker-{ordinal}", ordinal, ordinal, cast("Process", process), 1, "b", begun=begun)
         self.table.workers.append(one)

@@ -33,6 +33,7 @@ def judge(
     refused: str | None,
     fault: str | None,
     others_well: bool,
+    said: str,
     unknown: bool,
     expired: bool,
 ) -> ExitVerdict:
@@ -53,6 +54,7 @@ def judge(
         fault: of its machine, which has ended it, if so: the next one may be spared.
         others_well: some other worker has not met one, or not before it joined. Before it joins, a fault that all meet
             ends the job, as one does in the training if nobody else is there.
+        said: the sentence with which the library has ended its script; empty: it did not.
         unknown: the coordinator's status of after the end says nothing of it.
         expired: the status had time to explain the end, and did not.
     """
@@ -79,7 +81,7 @@ def judge(
     if code > 0 and not joined and unknown:
         if fault is not None and others_well:
             return ExitVerdict("lost", fault)
-        return ExitVerdict("failed", f"{worker} ended before it could join: {fault or how}")
+        return ExitVerdict("failed", f"{worker} ended before it could join: {fault or said or how}")
     if not expired:
         return ExitVerdict(
             "open"

@@ -429,7 +429,8 @@ class Runner:
         if not traceback and shutdown.witness is not None:
             traceback = last_traceback([line for line in shutdown.witness.process.tail if line.strip()])
         lines = traceback.rstrip("\n").split("\n") if traceback.strip() else []
-        if lines and not self._relay.has_shown(lines[-1]):
+        repeated = len(lines) == 1 and lines[0].removeprefix("virtualflow: ") in shutdown.reason
+        if lines and not repeated and not self._relay.has_shown(lines[-1]):
             print(printable("\n".join(lines)), file=sys.stderr)
         advice = remedy(traceback)
         if advice is not None and advice not in f"{traceback} {shutdown.reason}":

@@ -117,6 +117,7 @@ class Workforce:
                     other.incarnation is not None or other.ordinal not in self._faulty
                     for other in self._control.table.living()
                 ),
+                said=_last_sentence(worker),
                 unknown=worker.unknown,
                 expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
             )
@@ -215,6 +216,12 @@ def _told_fault(worker: WorkerProcess) -> str | None:
     if not worker.process.code or worker.process.code < 0:
         return None
     return find_told_fault(last_traceback([line for line in worker.process.tail if line.strip()]))
+
+
+def _last_sentence(worker: WorkerProcess) -> str:
+    """What the library said last as it ended a worker's script; empty: something else was said last."""
+    mark, last = "virtualflow: ", next((line for line in reversed(worker.process.tail) if line.strip()), "")
+    return last.removeprefix(mark).strip() if last.startswith(mark) else ""
 
 
 class AbsentEnds:
