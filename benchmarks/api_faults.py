@@ -53,9 +53,9 @@ FAULTS = {
     "refused": f"429 with Retry-After: {WISH}",
 }
 TEXT = f"""\
-{JOBS_MADE} jobs train, and a proxy before the API server plays the fault for 80 s. A job is scaled up in the
-middle of it and at its end. Watches that stall stay so for good. An operator that cannot renew its lease for 7 s ends,
-and is started again. All run on the same two cores."""
+{JOBS_MADE} jobs train while a proxy before the API server plays a fault for 80 s. A job is scaled up in the middle of
+the fault and at its end. Stalled watches stay stalled. An operator that cannot renew its lease for 7 s ends and
+restarts."""
 GONE = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}).encode() + b"\n"
 _OWN = {"host", "authorization", "content-length", "transfer-encoding", "connection", "content-encoding"}
 
@@ -265,10 +265,10 @@ def _row(found: dict[str, Any]) -> dict[str, Any]:
     return {
         "fault": FAULTS[found["fault"]],
         "requests a second": found["requests_per_second"],
-        "memory": f"{found['memory_mb']} MiB",
+        "memory, MiB": found["memory_mb"],
         "restarts": str(found["restarts"]),
-        "scale-up during it": "after its end" if during is None else f"{during} s",
-        "scale-up at its end": f"{found['after_seconds']} s",
+        "scale-up during it, s": "after its end" if during is None else str(during),
+        "scale-up at its end, s": str(found["after_seconds"]),
     }
 
 

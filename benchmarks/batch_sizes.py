@@ -12,9 +12,8 @@ MICRO_BATCH = 16
 BATCHES = (32, 64, 128, 256, 512, 1024)
 
 TEXT = """\
-`examples/digits.py` on one worker for 20 epochs with one learning rate. The number of virtual nodes grows with the
-batch, so the device never holds more than 16 samples: one small device shows what a large job would reach, as in [the
-paper](https://arxiv.org/abs/2009.09523). More workers give the same digest."""
+`examples/digits.py` on one worker for 20 epochs with one learning rate, [never more than 16 samples on the
+device](../how-to/workloads.md#choice-of-the-global-batch). More workers give the same digest."""
 
 
 def measure(quick: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ says why this machine could not measure it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,9 +65,14 @@ def both(one: str, other: str) -> Cell:
     return show
 
 
+def sized(models: str) -> str:
+    """Names of models with their sizes, in short: ``137k``."""
+    return re.sub(r" (?=[kM] parameters)| parameters", "", models).replace(" x ", " × ")
+
+
 def model(row: Row) -> str:
     """The cell of a model."""
-    return str(row["model"]).removesuffix(" parameters")
+    return sized(str(row["model"]))
 
 
 def milliseconds(key: str) -> Callable[[Row], str]:
@@ -108,7 +114,7 @@ class Figure:
 
 
 def _growth(row: Row) -> str:
-    return f"{row['growth'][0]:+.2f} to {row['growth'][1]:+.2f}" if "growth" in row else ""
+    return f"[{row['growth'][0]:+.2f}, {row['growth'][1]:+.2f}]" if "growth" in row else ""
 
 
 def throughput_columns() -> dict[str, Callable[[Row], str]]:
@@ -161,7 +167,7 @@ FIGURES: dict[str, Figure] = {
         exchange.measure,
         texts.EXCHANGE,
         lay=crossed(
-            {"gradients": lambda row: f"{row['kib']:,} KiB"}, lambda row: f"{row['workers']} workers", exchanged
+            {"gradients, KiB": lambda row: f"{row['kib']:,}"}, lambda row: f"{row['workers']} workers", exchanged
         ),
     ),
     "integrations": Figure(
@@ -193,7 +199,7 @@ FIGURES: dict[str, Figure] = {
         sealing.measure,
         texts.SEALING,
         {
-            "what": model,
+            "what": lambda row: model(row).removesuffix(" each way"),
             "workers": plain_text("workers"),
             "plaintext, ms": milliseconds("plain_ms"),
             "sealed, ms": milliseconds("sealed_ms"),
@@ -218,8 +224,8 @@ FIGURES: dict[str, Figure] = {
         {
             "model": model,
             "keep all: MB, ms": lambda row: f"{number(row['keep_mb'])}, {number(row['keep_ms'])}",
-            "recompute all": lambda row: f"{row['recompute']:.2f} from {row['recompute_share']:.0%}",
-            "swap all": lambda row: f"{row['swap']:.1f} from {row['swap_share']:.0%}",
+            "recompute all": lambda row: f"{row['recompute']:.2f} ({row['recompute_share']:.0%})",
+            "swap all": lambda row: f"{row['swap']:.1f} ({row['swap_share']:.0%})",
             "plan at 100, 70, 50, 30 %": lambda row: ", ".join(
                 f"{row['plan'][share]:.2f}" for share in ("100%", "70%", "50%", "30%") if share in row["plan"]
             ),
@@ -249,7 +255,7 @@ FIGURES: dict[str, Figure] = {
         packing.measure,
         packing.TEXT,
         {
-            "jobs": lambda row: row["jobs"].replace(" parameters", ""),
+            "jobs": lambda row: sized(row["jobs"]),
             "network, Mbit/s": lambda row: ", ".join(map(str, row["megabits"])),
             "a step alone, ms": lambda row: ", ".join(map(number, row["alone_ms"])),
             "in turns, ms": lambda row: ", ".join(map(number, row["turns_ms"])),
@@ -266,7 +272,7 @@ FIGURES: dict[str, Figure] = {
         lay=crossed(
             {"jobs": plain_text("jobs"), "policy": plain_text("policy")},
             lambda row: f"{row['most']} jobs a device",
-            lambda row: "**{:+.0%}** ({:+.0%} to {:+.0%}), {:+.0%}, {:.0%} to {:.0%}".format(
+            lambda row: "**{:+.0%}** ({:+.0%}–{:+.0%}), {:+.0%}, {:.0%} → {:.0%}".format(
                 row["work"], *row["work_range"], row["completion"], *row["computing"]
             ),
         ),
@@ -346,7 +352,7 @@ FIGURES: dict[str, Figure] = {
         lay=crossed(
             {"process": plain_text("process")},
             lambda row: str(row["measure"]).replace("memory_mb", "memory, MB"),
-            lambda row: f"{number(row['mean'])}, {_growth(row)}: **{row['verdict']}**" if "mean" in row else "",
+            lambda row: f"{number(row['mean'])} {_growth(row)}: **{row['verdict']}**" if "mean" in row else "",
         ),
         draw=plots.memory,
         options={
@@ -362,15 +368,12 @@ FIGURES: dict[str, Figure] = {
         workloads.TEXT,
         {
             "workload": plain_text("workload"),
-            "model and data": plain_text("model"),
             "parameters": lambda row: f"{row['parameters']:,}",
             "steps": plain_text("steps"),
             "at the end": lambda row: f"{row['metric']} {row['value']}",
-            "1, 2, 4 workers, s": lambda row: ", ".join(f"{row['seconds'][side]:.0f}" for side in ("1", "2", "4")),
-            "changing, s": lambda row: f"{row['seconds']['changing']:.0f}",
             "pauses, ms": lambda row: ", ".join(f"{each['pause_ms']:.0f}" for each in row["changes"]),
             "steps repeated": plain_text("repeated_steps"),
-            "digest, of all four": lambda row: f"`{row['digest'][:12]}`",
+            "digest": lambda row: f"`{row['digest'][:12]}`",
         },
         plots.workloads,
         on_demand=True,

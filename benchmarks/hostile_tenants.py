@@ -56,9 +56,9 @@ LIMIT = 512 << 20
 SCALE_UPS = 10
 PATIENCE = 900.0
 TEXT = """\
-All hostile jobs are of one namespace, and their coordinators contradict themselves as fast as they are read, with 1, 65
-or 872 kB at a time. A job of another namespace is scaled up ten times: the slowest new pod counts. The chart gives the
-operator 512 MiB. All run on the same two cores."""
+The hostile jobs share a namespace. Their coordinators contradict themselves as fast as they are read, with 1, 65 or 872
+kB at a time. A job of another namespace is scaled up ten times: the slowest new pod counts. The chart gives the
+operator 512 MiB."""
 _NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 
 
@@ -247,9 +247,10 @@ def _row(found: dict[str, Any]) -> dict[str, Any]:
     asked = ", ".join(f"{rate} {kind}" for kind, rate in found["requests_per_second"].items()) or "none"
     return {
         "hostile jobs": found["hostile"],
-        "memory": f"{found['memory_mb']} MiB",
-        "CPU": f"{found['cores']} cores",
-        "honest scale-up": f"{found['reaction_seconds']} s (alone {found['alone_seconds']} s)",
+        "memory, MiB": found["memory_mb"],
+        "CPU, cores": str(found["cores"]),
+        "honest scale-up, s": str(found["reaction_seconds"]),
+        "alone, s": str(found["alone_seconds"]),
         "requests a second": asked,
     }
 

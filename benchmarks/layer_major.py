@@ -29,8 +29,8 @@ BANDWIDTH = 2e9
 NODES = (2, 8)
 WARM_UP = 2
 TEXT = """\
-One worker, a perceptron of 12 blocks, one at a time on the stand-in device; CPU time of one core, copies at 2 GB/s.
-*Bound*: four thirds of the ordinary step plus all copies. *Node by node*: what each virtual node would copy by itself.
+One worker, a perceptron of 12 blocks, one of them at a time on the stand-in device; CPU time, copies at 2 GB/s.
+*Bound*: four thirds of the ordinary step plus all copies. *Node by node*: if each virtual node copied them itself.
 *All*: with activations, gradients and samples."""
 
 

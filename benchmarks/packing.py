@@ -25,15 +25,14 @@ from benchmarks.overlap import in_namespace
 from benchmarks.tasks import TASKS
 
 TEXT = """\
-Each job has two workers, pinned with its coordinator to the core that the other job uses too, and a network namespace
-with a limited loopback. *Throughput* is the sum of both jobs, each in units of its speed alone, while both run warm;
-median and range of three rounds. *Without turns* the kernel shares the core, which leaves no idle time to gain, unlike
-a GPU. The job with the short steps waits in each step for a turn of the other. *Digests* counts different digests: 1 is
-right."""
+One core runs both jobs: each has two workers, a coordinator and a network namespace with a limited loopback.
+*Throughput* sums the jobs' speeds, each relative to its speed alone, while both are warm; median and range of three
+rounds. *Without turns* the kernel shares the core and leaves no idle time, unlike a GPU. In each step, the job with
+short steps waits for a turn of the other. *Digests* counts different digests: 1 is right."""
 BUSY = """
 
-The machine had other work at a load of {load:.0f}: turns began later, and without turns four processes got more of the
-core than two do."""
+Other programs ran (load {load:.0f}): turns began later, and without turns four processes got more of the core than two
+do."""
 OWN_LOAD = 6
 """Processes of a measurement that may be ready at a time."""
 

@@ -20,21 +20,20 @@ from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.trace import JobEvent, JobTrace
 
 TEXT = """\
-60 jobs like the published 20 on 16 devices, all present from the beginning; 20 seeds. A waiting job may compute on a
-running job's devices if no step is predicted to take more than 1.5 times as long as alone. Cells: how much more work
-(median and range), the change of the mean completion, and the share of time that devices compute, without and with
-packing.
+60 jobs like the published 20, all there at the start, on 16 devices; 20 seeds. A waiting job may compute on a running
+job's devices if no step is predicted to take over 1.5 times as long as alone. Cells: additional work (median, range),
+change of the mean completion, time that devices compute without → with packing.
 
 | jobs | meaning |
 | --- | --- |
 | as published | a device idles for what a step takes beyond its share of one worker's step |
-| half as idle | half of that counts, since small micro-batches are slow by themselves |
+| half as idle | half of that, since small micro-batches are slow by themselves |
 | partial backward passes | workers stop after 1, 3/4, 1/2 or 1/4 of the model |
 | elastic | jobs may shrink to one worker |
 
-Assumed: constant phases, memory for all, separate networks, free changes. Elastic jobs do twice the work of fixed sizes
-without packing, and nothing more with it: they shrink to one worker, which exchanges nothing. The
-[paper](https://arxiv.org/abs/2111.10672) has up to 28 % more efficiency elsewhere."""
+Assumed: constant phases, memory for all, separate networks, free changes. Without packing, elastic jobs do twice the
+work of fixed sizes. Packing adds nothing to them, since they shrink to one worker, which exchanges nothing. The
+[paper](https://arxiv.org/abs/2111.10672) reports up to 28 % more efficiency elsewhere."""
 
 JOBS, DEVICES, SEEDS = 60, 16, 20
 CLASSES = (1.0, 0.75, 0.5, 0.25)

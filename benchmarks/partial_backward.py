@@ -33,8 +33,8 @@ TRIAL = 24
 PERIOD = 5
 """Steps for which the random choice of blocks stays."""
 TEXT = """\
-One worker, eight virtual nodes, AdamW, three seeds; each recipe gets the CPU time of *whole*. Cells: time of a step
-beside *whole*; held-out loss at the end (mean and range), and its mean difference to *whole*.
+One worker, eight virtual nodes, AdamW, three seeds; each recipe gets the CPU time of *whole*. Cells: step time relative
+to *whole*; final held-out loss (mean, range), and its mean difference to *whole*.
 
 | recipe | meaning |
 | --- | --- |

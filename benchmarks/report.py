@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,13 @@ PICTURES = "../images/benchmarks"
 OPENING = """\
 # Benchmarks
 
-What VirtualFlow costs and saves beside the usual alternatives. The sides of a figure take turns on one machine, so
-ratios hold better than absolute times. [Performance](performance.md) explains where the time goes.
+What VirtualFlow costs and saves beside the usual alternatives. [Performance](performance.md) explains where the time
+goes. The sides of a figure take turns on one machine, so ratios hold better than absolute times.
 
-`make bench` measures all figures of minutes and writes this page; `python -m benchmarks steps --quick` measures one
-with fewer rounds, and `report` only writes the page, from `benchmarks/results/`, which has every sample. These take
-long: `soak`, `simulator_scale`, `workloads` (extra `peft`); `operator_scale`, `hostile_tenants` and `api_faults` (need
-`kube-apiserver` and `etcd`).
+`make bench` measures the figures that take minutes and writes this page. `python -m benchmarks steps --quick` measures
+one in fewer rounds; `report` only writes the page. `benchmarks/results/` has every sample. Long figures must be named:
+`soak`, `simulator_scale`, `workloads` (extra `peft`), and with `kube-apiserver` and `etcd` `operator_scale`,
+`hostile_tenants`, `api_faults`.
 
 {common}
 """
@@ -52,7 +53,7 @@ def platform(facts: Mapping[str, Any]) -> str:
     """On what figures were measured, in words."""
     return (
         f"{facts['cores']} cores, {facts['memory_gib']} GiB, {facts['kernel']}, Python {facts['python']}, "
-        f"torch {facts['torch']} (CPU)"
+        f"torch {facts['torch']}"
     )
 
 
@@ -62,8 +63,8 @@ def made(facts: Mapping[str, Any], common: str) -> str:
     quick = " **Quick: few rounds, only to see that it works.**" if facts["quick"] else ""
     day, _, _ = facts["date"].partition(" ")
     special = "" if here == common else f"{here}, "
-    processor = facts["cpu"].replace("(R)", "").removesuffix(" Processor")
-    return f"{processor}, {special}`{facts['commit']}`, {day}, {facts['seconds']} s.{quick}"
+    processor = re.sub(r"^(AMD|Intel) | Processor$", "", facts["cpu"].replace("(R)", ""))
+    return f"{processor}, {special}`{facts['commit']}`, {day}.{quick}"
 
 
 def section(name: str, figure: Figure, result: Mapping[str, Any], common: str = "") -> list[str]:
@@ -75,7 +76,7 @@ def section(name: str, figure: Figure, result: Mapping[str, Any], common: str = 
         return [*lines, f"Not measured: {result['skipped']}", ""]
     lines += [*table(result["rows"], figure), ""]
     if figure.draw is not None:
-        lines += [f"![{figure.title}]({PICTURES}/{name}.png)", ""]
+        lines += [f"![Plot]({PICTURES}/{name}.png)", ""]
     return [*lines, f"`{name}`: {made(result['made'], common)}", ""]
 
 
@@ -83,12 +84,8 @@ def page(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """The document about these figures, in the order of the registry."""
     platforms = {platform(result["made"]) for result in measured.values()}
     common = platforms.pop() if len(platforms) == 1 else ""
-    said = f"Measured on {common}.\n" if common else ""
-    lines = [
-        OPENING.format(
-            common=f"{said}Below each figure stand its name, the processor, the commit, the day and the duration."
-        )
-    ]
+    said = f"Measured with all processes on {common}.\n" if common else ""
+    lines = [OPENING.format(common=f"{said}Below each figure: name, processor, commit, day.")]
     for name, figure in FIGURES.items():
         if name in measured and figure.on_page:
             lines += section(name, figure, measured[name], common)

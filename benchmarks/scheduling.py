@@ -43,7 +43,7 @@ CASES = (
     Case("roomy: all run and grow", 1_000, 8_192, (1,), 1, 64),
     Case("8 namespaces with limits", 1_000, 1_024, (1,), 8, 16),
     Case("workers of 1, 2, 4 or 8 units, limits", 1_000, 2_048, (1, 2, 4, 8), 8, 16),
-    Case("workers of 1, 2, 4 or 8 units, few jobs", 100, 800, (1, 2, 4, 8), 1, 8),
+    Case("workers of 1, 2, 4 or 8 units", 100, 800, (1, 2, 4, 8), 1, 8),
 )
 
 
@@ -121,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if given.json is not None:
         text = (
-            f"The longest measured decision, in milliseconds of CPU time; the limit is {LIMIT_MS:g} ms. Half of\n"
-            "the decisions are about jobs that have just come, half about jobs that run or have waited too long."
+            f"CPU milliseconds of the longest measured decision; the limit is {LIMIT_MS:g}. Half of the decisions\n"
+            "concern jobs that have just come, half jobs that run or have waited too long."
         )
         given.json.write_text(json.dumps({"text": text, "rows": rows}, indent=2) + "\n")
 

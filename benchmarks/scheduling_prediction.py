@@ -33,13 +33,12 @@ _DEFAULTS = SimulationSettings()
 
 TEXT = """\
 Simulated: {jobs} jobs of {models} models on 32 GPUs, twice the work that these can do while jobs come; {seeds} seeds.
-Jobs of one model differ in length by 1.6 times (a standard deviation of the logarithm of {spread}).
-`ShortestFirst` knows steps and speeds (all), [what similar jobs needed](simulator.md#jobs-that-come-again) (past), or
-neither (none: the oldest first). Mean completion: the median of the seeds, in brackets the least and the most.
+Jobs of one model differ in length by 1.6 times (standard deviation of the logarithm: {spread}). `ShortestFirst` knows
+steps and speeds (all), [what similar jobs needed](simulator.md#jobs-that-come-again) (past), or neither (none: the
+oldest first). Cells: mean completion in seconds, median of the seeds; ratios (least–most).
 
-The paper (Hu et al., SC 2021) reports a mean completion that is up to 6.5 times shorter. Its conditions differ: jobs
-recorded on SenseTime's clusters (Helios), and a predictor that was trained on the history before them. Here nothing is
-known when a trace begins."""
+The paper (Hu et al., SC 2021) reports a mean completion up to 6.5 times shorter, with a predictor trained on the
+history of SenseTime's clusters (Helios). Here a trace begins without history."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,14 @@ def content(rows: Sequence[Row]) -> dict[str, Any]:
         of = [row for row in rows if row.elastic == elastic]
         shown.append(
             {
-                "jobs": "elastic" if elastic else "of a fixed size",
-                "off by": f"{median(row.factor for row in of):.1f} x",
-                "all": f"{median(row.all for row in of):,.0f} s",
-                "past": f"{median(row.past for row in of):,.0f} s",
-                "none": f"{median(row.none for row in of):,.0f} s",
-                "past, beside all": _spread([row.past / row.all for row in of]),
+                "jobs": "elastic" if elastic else "fixed size",
+                "off by": f"{median(row.factor for row in of):.1f}",
+                "all": f"{median(row.all for row in of):,.0f}",
+                "past": f"{median(row.past for row in of):,.0f}",
+                "none": f"{median(row.none for row in of):,.0f}",
+                "past over all": _spread([row.past / row.all for row in of]),
                 "none over past": _spread([row.none / row.past for row in of]),
-                "seeds where past is worse than none": str(sum(row.past > row.none for row in of)),
+                "seeds with past worse than none": str(sum(row.past > row.none for row in of)),
             }
         )
     text = TEXT.format(jobs=JOBS, models=MODELS, spread=SPREAD, seeds=len({row.seed for row in rows}))
@@ -102,7 +101,7 @@ def content(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} x ({min(values):.2f} to {max(values):.2f})"
+    return f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,12 +27,10 @@ CHANGING = 2
 PACKAGES = ("transformers", "peft", "sklearn")
 
 TEXT = """\
-The small sizes of [the workloads](../how-to/workloads.md), on 1, 2 and 4 workers, and once through changes: two
-workers, SIGKILL of the leader after a quarter of the steps, 3 workers after half, 1 after three quarters. **All four
-runs of a row end with the same digests** of weights and optimizer, and the same metric.
-
-Seconds are whole jobs with imports and twelve evaluations on busy cores; they do not compare numbers of workers.
-*Pauses*: the kill, its replacement, the join (shortly before the drain), the drain."""
+The small sizes of [the workloads](../how-to/workloads.md) on 1, 2 and 4 workers, and once through changes: 2 workers,
+SIGKILL of the leader after 1/4 of the steps, 3 workers after 1/2, 1 after 3/4. **All four runs of a row end with the
+same digests** of weights and optimizer, and the same metric. *Pauses*, on busy cores: the kill, its replacement, the
+join, the drain."""
 
 
 @dataclass(frozen=True)

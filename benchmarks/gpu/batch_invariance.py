@@ -32,19 +32,19 @@ def measure(setting: Setting, note: Note) -> None:
             row = {
                 "type": str(dtype).removeprefix("torch."),
                 "rows": count,
-                "library, ms": 1_000 * theirs,
-                "library: equal in parts of a half, a quarter, an eighth": _splits(torch.mm, batch, weights),
+                "torch, ms": 1_000 * theirs,
+                "torch: equal in halves, quarters, eighths": _splits(torch.mm, batch, weights),
             }
             if device.type == "cuda":
                 from benchmarks.gpu.fused_kernels import fixed_tiles
 
                 took = seconds(lambda: fixed_tiles(batch, weights), device, ROUNDS)  # noqa: B023
                 row["fixed tiles, ms"] = 1_000 * took
-                row["fixed tiles: equal in parts"] = _splits(fixed_tiles, batch, weights)
-                row["fixed over library"] = took / theirs
+                row["fixed tiles: equal"] = _splits(fixed_tiles, batch, weights)
+                row["fixed over torch"] = took / theirs
             out = torch.randn(count, width, device=device).to(dtype)
             halves = sum(x.t() @ y for x, y in zip(batch.chunk(2), out.chunk(2), strict=True))
-            row["gradient of the weights equal from two halves"] = _word(torch.equal(batch.t() @ out, halves))  # type: ignore[arg-type]
+            row["weights' gradient equal from halves"] = _word(torch.equal(batch.t() @ out, halves))  # type: ignore[arg-type]
             note(row)
 
 

@@ -132,21 +132,21 @@ def measure(setting: Setting, note: Note) -> None:
     keep = rig.peak(rig.compute)
     kept = rig.seconds(rig.compute, turns)
     expected = rig.gradients()
-    note({"what": "everything is kept", "ms": 1_000 * kept, "over keeping": 1.0, "peak, MiB": keep / 2**20})
+    note({"what": "keep all", "ms": 1_000 * kept, "over keeping": 1.0, "peak, MiB": keep / 2**20})
     again, least = rig.seconds(rig.checkpointed, turns), rig.peak(rig.checkpointed)
     note(_row("each block under `torch.utils.checkpoint`", again, kept, least))
     for copies in (*([StreamCopies(device)] if device.type == "cuda" else []), Copies(device)):
-        how = "copies on streams" if isinstance(copies, StreamCopies) else "copies are waited for"
+        how = "copies on streams" if isinstance(copies, StreamCopies) else "copies waited for"
         planned = Planned(rig, copies)
         plans: list[tuple[str, Plan]] = []
         for share in SHARES:
             try:
                 plans.append(
-                    (f"a plan for {share:.0%}, {how}", planned.planner.plan(Budget(int(share * (keep or 1 << 30)))))
+                    (f"plan for {share:.0%}, {how}", planned.planner.plan(Budget(int(share * (keep or 1 << 30)))))
                 )
             except DoesNotFit:
                 continue
-        plans.append((f"all is swapped, {how}", planned.planner.uniform(Action.SWAP, Budget(1 << 60))))
+        plans.append((f"swap all, {how}", planned.planner.uniform(Action.SWAP, Budget(1 << 60))))
         for what, plan in plans:
             if not all(map(torch.equal, planned.follow(plan), expected)):
                 raise Wrong(f"{what}: the plan has changed the result")

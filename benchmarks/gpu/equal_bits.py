@@ -28,8 +28,8 @@ def measure(setting: Setting, note: Note) -> None:
     for name in ("digits",) if setting.small else ("digits", "charlm", "large"):
         with ThreadPoolExecutor(len(runs)) as pool:
             rows = list(pool.map(partial(_run, name, setting), runs))
-        for row in rows:
-            note({key: value for key, value in row.items() if key != "whole"})
+        repeated = sum(row["repeated steps"] for row in rows)
+        note({"model": name, **{row["run"]: row["digest"] for row in rows}, "repeated steps": repeated})
         if len({row["whole"] for row in rows}) > 1:
             differ.append(name)
     if differ:
@@ -43,9 +43,7 @@ def _run(name: str, setting: Setting, run: tuple[str, int, str]) -> dict[str, An
     steps = ["--steps", 8, "--small"] if setting.small else ["--steps", STEPS]
     report, _ = run_job("--workers", workers, *more, *script, *steps)
     return {
-        "model": name,
-        "run": title,
-        "schedule": f"`{schedule}`" if schedule else "",
+        "run": f"{title}: `{schedule}`" if schedule else title,
         "digest": f"`{report['digest'][:12]}`",
         "repeated steps": report["repeated_steps"],
         "whole": (report["digest"], report["optimizer_digest"]),

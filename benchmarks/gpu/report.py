@@ -6,7 +6,6 @@ The page is only written by a whole run on a GPU; any other leaves its report in
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -76,9 +75,9 @@ def splice(page: str, section: str) -> str:
 
 
 def made() -> Mapping[str, str]:
-    """When, where and of which commit a report is made."""
+    """When and of which commit a report is made."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {"Made on": date, "commit": f"`{commit()}`", "Python": platform.python_version()}
+    return {"Made on": date, "commit": f"`{commit()}`"}
 
 
 def write(result: Result, page: Path = PAGE, numbers: Path = NUMBERS, aside: Path = ASIDE) -> list[Path]:

@@ -57,7 +57,7 @@ def measure(setting: Setting, note: Note) -> None:
         rows = [("a copy", copied), ("one addition", added), (f"the tree over {LEAVES} leaves", tree)]
         if device.type == "cuda":
             fused = _fused(elements // LEAVES, device, dtype, rounds)
-            rows.append(("the same in one Triton kernel, counted as that many additions", fused))
+            rows.append(("the same in one Triton kernel, counted alike", fused))
         for what, rate in rows:
             note(
                 {
