@@ -119,7 +119,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "group-order": (
         described(groups=[[0, 1], [2, 3]]),
         described(groups=[[1, 0], [2, 3]]),
-        "group 0 of the optimizer holds 0.weight here where it holds 0.bias there",
+        "group 0 of the optimizer holds 0.weight here where it holds 0.bias there (what comes from a set has another "
+        "order in each process: give parameters in a list)",
     ),
 }
 

@@ -59,6 +59,16 @@ def seed_process(value: int) -> None:
         numpy.random.seed(value & _WORD)
 
 
+def read_generators() -> tuple[object, ...]:
+    """Where this process's global generators on the host are: equal as long as nobody draws from them."""
+    ours = torch.get_rng_state().numpy().tobytes(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return ours
+    _, keys, place, *_ = numpy.random.get_state()
+    return *ours, keys.tobytes(), place
+
+
 @contextmanager
 def seeded(value: int) -> Iterator[None]:
     """Let this process's global generators begin at ``value`` for a while, and go on as before afterwards."""

@@ -28,11 +28,12 @@ RUNS_PROTOCOL = 7
 OLDEST_PROTOCOL = 3
 """The oldest that it still speaks: raised when code for an older one is taken out."""
 
-NUMERICS = 3
+NUMERICS = 4
 """Raised when the same script, data and machine would come to other bits than with the version before. 2 is the first
 in which a gradient is clipped by a norm that is made of blocks (``reduction.norm``), 3 the first in which a gradient
 counts that was there when its micro-batch ended, caches of weights end with a virtual node, and samples that
-``collate_fn`` has dropped do not count."""
+``collate_fn`` has dropped do not count, 4 the first in which random numbers that a script draws before a step's
+micro-batches follow from the step."""
 
 
 @dataclass(frozen=True)

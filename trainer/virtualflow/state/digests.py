@@ -161,7 +161,10 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
             return f"group {n} of the optimizer holds {counted(len(our), 'parameter')} here and {len(their)} there"
         for one, other in zip(our, their, strict=True):
             if one != other:
-                return f"group {n} of the optimizer holds {one} here where it holds {other} there"
+                return (
+                    f"group {n} of the optimizer holds {one} here where it holds {other} there (what comes from a set "
+                    "has another order in each process: give parameters in a list)"
+                )
     return None
 
 

@@ -14,6 +14,7 @@ pass of a virtual node goes through a graph that was there before its forward pa
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -92,8 +93,17 @@ class Repetition:
 
 
 def copy_data(data: Any) -> Any:
-    """A micro-batch with tensors of its own, which code may change in place."""
-    return pytree.tree_map_only(Tensor, torch.clone, data)
+    """A micro-batch of its own, which code may change in place."""
+    return pytree.tree_map(_copy_part, data)
+
+
+def _copy_part(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.clone()
+    try:
+        return copy.deepcopy(part)  # a class of the script's own, which may hold tensors
+    except (TypeError, RuntimeError, copy.Error):
+        return part  # it holds something that cannot be copied, such as an open file
 
 
 def forget_cached_weights() -> None:

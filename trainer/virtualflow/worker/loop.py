@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from virtualflow.data import ALL, MicroBatch, seed_virtual_node
+from virtualflow.data import ALL, MicroBatch, read_generators, seed_virtual_node
 from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
@@ -51,6 +51,10 @@ _LOOKS, _MORE_LOOKS = 8, 16
 _ANOTHER_PASS = (
     'the script goes through its run again, in which no step is left: "for step in run" goes through the steps of all '
     "epochs; leave out the loop around it, and use step.epoch and step.ends_epoch"
+)
+_EARLY_DRAWS = (
+    "the script draws random numbers before the micro-batches of a step, where a worker that joins has not joined yet "
+    "and draws others; read step.number before they are drawn, or draw them in the loop over the micro-batches"
 )
 BETWEEN = "running the script's code after the inner loop"
 _NOTHING = nullcontext()
@@ -99,6 +103,8 @@ class Loop:
         # For a sharded optimizer's checkpoint all are needed, whoever writes it.
         if context.checkpointer.writes or context.update.shards is not None:
             self._saving = Saving(context.checkpointer, context.session, context.membership, context.training)
+        self._undrawn: tuple[object, ...] | None = None
+        """Where the random streams were at the beginning of the first step, if that is still to be looked at."""
         self._stream = (0, 0)
         """What the random streams of the script's present code follow from, beside the seed."""
         device = device_of(context.request.model)
@@ -125,6 +131,10 @@ class Loop:
         while not self._state.has_state or not context.training.is_over:
             self._between_steps()
             step = self._open_step = Step(self)
+            if self._state.has_state:
+                self._seed_before_step()
+                if context.session.coordinated and self._state.leader and not context.training.completed_steps:
+                    self._undrawn = read_generators()
             self._guard.place = "between steps"
             try:
                 yield step
@@ -196,7 +206,10 @@ class Loop:
             self._saving.save_if_due(over=self.context.training.is_over)
 
     def join(self) -> tuple[int, int]:
+        enters = not self._state.has_state
         self.context.membership.join()
+        if enters:
+            self._seed_before_step()
         return self.context.training.completed_steps + 1, self.context.training.position[0]
 
     def name_prediction(self) -> str:
@@ -232,6 +245,9 @@ class Loop:
         and loader processes are warm when it enters.
         """
         if self._state.has_state:
+            if self._undrawn is not None and self._undrawn != read_generators():
+                self.context.session.note("warning", _EARLY_DRAWS)
+            self._undrawn = None
             return
         self._activity.mark("warming up", 0)
         attempt = Attempt(0, batch=self.context.loading.first())
@@ -446,6 +462,11 @@ class Loop:
     def seed_between_steps(self) -> None:
         """Let random numbers of the user's code after a step or an evaluation be the same on all workers."""
         self._stream = self.context.training.exchanges, self._virtual_nodes + 1
+        self.seed_script()
+
+    def _seed_before_step(self) -> None:
+        """The same for its code before the micro-batches of a step, whatever was drawn after the last one."""
+        self._stream = self.context.training.exchanges, self._virtual_nodes + 2
         self.seed_script()
 
     def seed_script(self) -> None:

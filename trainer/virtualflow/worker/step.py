@@ -58,7 +58,7 @@ class Attempts(Protocol):
         """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
 
     def warm_up(self) -> Iterator[Any]:
-        """Yield what a joiner warms up with before it joins."""
+        """Yield what a joiner warms up with before it joins; others go on at once."""
 
     def make(self, number: int) -> Iterator[Any]:
         """Yield this worker's micro-batches until the step is committed."""
