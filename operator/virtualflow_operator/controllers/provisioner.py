@@ -193,18 +193,26 @@ class Provisioner:
 
     async def _batch(self, key: Key, job: Job, creations: Sequence[CreatePod], made: list[str]) -> str:
         results = await asyncio.gather(
-            *(self._create(job, creation, made) for creation in creations), return_exceptions=True
+            *(self._api.create(PODS, job.namespace, creation.manifest) for creation in creations),
+            return_exceptions=True,
         )
-        refusal, unexpected, taken, errors = "", None, [], list[ApiError]()
+        refusal, unexpected, taken, born = "", None, [], list[Pod]()
         for creation, result in zip(creations, results, strict=True):
-            if isinstance(result, AlreadyExists):
+            if isinstance(result, dict):
+                logger.info("created the pod %s", creation.name)
+                made.append(creation.name)
+                self._store.put_pod(result)
+                self._metrics.pods_created.labels(creation.role).inc()
+                born.append(read_pod(result))
+            elif isinstance(result, AlreadyExists):
                 taken.append(creation.name)
             elif isinstance(result, Invalid | Forbidden):
                 refusal = result.message
-            elif isinstance(result, BaseException):
-                unexpected = result
             else:
-                errors += result
+                unexpected = result
+        errors: list[ApiError] = []
+        with keeping(errors):
+            await self.issue_all(job, [IssueIdentity(pod, renew=False) for pod in born if pod.identity])
         if taken:
             await self.refresh(key)
             strangers = set(taken) - {pod.name for pod in self._store.pods_of(key)}
@@ -214,19 +222,6 @@ class Provisioner:
             raise unexpected
         raise_first(errors)
         return refusal
-
-    async def _create(self, job: Job, creation: CreatePod, made: list[str]) -> list[ApiError]:
-        """Make a pod, then its identity, which names the pod's uid; why there is no identity."""
-        body = await self._api.create(PODS, job.namespace, creation.manifest)
-        logger.info("created the pod %s", creation.name)
-        made.append(creation.name)
-        self._store.put_pod(body)
-        self._metrics.pods_created.labels(creation.role).inc()
-        pod, errors = read_pod(body), list[ApiError]()
-        if pod.identity:
-            # At once: a kubelet that looks for the Secret before it is there tells of a failed mount, and waits.
-            await self._issue(job, pod, False, errors)
-        return errors
 
     async def refresh(self, key: Key) -> None:
         """The store has missed something of this job: list its pods."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -17,11 +16,10 @@ from virtualflow.protocol.http_api import GoneCall, ScaleCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.identity import Credential, Identity, IssuedIdentity
 from virtualflow.protocol.settings import SignalSettings
-from virtualflow_operator.api import read_pod
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, WORKER
 from virtualflow_operator.controllers.issuer import Issuer, fingerprint
 from virtualflow_operator.k8s.client import PODS, SECRETS, Object
-from virtualflow_operator.settings import DELIVERY, ApiSettings, CertificateSettings
+from virtualflow_operator.settings import DELIVERY, CertificateSettings
 
 OFTEN = CertificateSettings(lifetime=DELIVERY + 2.0, renewal=2.0)
 """Certificates are replaced every two seconds."""
@@ -102,26 +100,6 @@ def test_no_secret_stands_in_a_pods_manifest_or_is_read(tmp_path: Path) -> None:
         assert not any(r.resource == "secrets" and r.verb not in ("create", "update") for r in stage.server.requests)
         stage.delete("digits")
         await stage.until(lambda: stage.nothing_left("digits"))
-
-    play(tmp_path, story)
-
-
-def test_a_pod_gets_its_identity_before_the_next_pod_is_made(tmp_path: Path) -> None:
-    """A kubelet that does not find the Secret tells of a failed mount, and waits."""
-
-    async def story(stage: Stage) -> None:
-        def has_identity(pod: Object) -> bool:
-            return stage.server.find(SECRETS, NAMESPACE, read_pod(pod).identity) is not None
-
-        slow = asyncio.Event()
-        stage.server.inject(Fault(gate=slow, verb="create", resource="pods", name="digits-w-1"))
-        stage.start(api=ApiSettings(request_timeout=3_600.0))  # it does not give that pod up and begin anew
-        stage.apply("digits")
-        await stage.until(lambda: any(map(has_identity, stage.pods("digits", WORKER))))
-        assert len(stage.pods("digits", WORKER)) == 1
-        slow.set()
-        await stage.until(lambda: stage.trains("digits"))
-        assert len(stage.pods("digits", WORKER)) == 2
 
     play(tmp_path, story)
 
