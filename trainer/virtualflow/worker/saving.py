@@ -107,7 +107,8 @@ def agree_on_end(
         except VirtualFlowError as found:
             early = VirtualFlowError(
                 f"this worker left the loop after step {training.completed_steps}, and others go on; end the training "
-                "by steps= or step.number: a counter of the script's own begins anew in a joiner"
+                "by steps=, step.number or step.metrics: a counter of the script's own begins anew in a joiner, and a "
+                "loss in the inner loop is of this worker's micro-batch alone"
             )
             told = found if trained else early
             report_failure(session, told)
