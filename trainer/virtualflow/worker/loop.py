@@ -104,7 +104,7 @@ class Loop:
         if context.checkpointer.writes or context.update.shards is not None:
             self._saving = Saving(context.checkpointer, context.session, context.membership, context.training)
         self._undrawn: tuple[object, ...] | None = None
-        """Where the random streams were at the beginning of the first step, if that is still to be looked at."""
+        """Where the random streams were at the beginning of the present step, if it is the first."""
         self._stream = (0, 0)
         """What the random streams of the script's present code follow from, beside the seed."""
         device = device_of(context.request.model)
@@ -133,8 +133,8 @@ class Loop:
             step = self._open_step = Step(self)
             if self._state.has_state:
                 self._seed_before_step()
-                if context.session.coordinated and self._state.leader and not context.training.completed_steps:
-                    self._undrawn = read_generators()
+                first = context.session.coordinated and self._state.leader and not context.training.completed_steps
+                self._undrawn = read_generators() if first else None
             self._guard.place = "between steps"
             try:
                 yield step
@@ -245,9 +245,9 @@ class Loop:
         and loader processes are warm when it enters.
         """
         if self._state.has_state:
+            # Nobody has read the step's number: a joiner would be here, too.
             if self._undrawn is not None and self._undrawn != read_generators():
                 self.context.session.note("warning", _EARLY_DRAWS)
-            self._undrawn = None
             return
         self._activity.mark("warming up", 0)
         attempt = Attempt(0, batch=self.context.loading.first())
