@@ -7,7 +7,7 @@ from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffers import BufferKind, choose_sums
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard, add_bits
-from virtualflow.step.header import Kind, Schema, read_headers
+from virtualflow.step.header import HOW_TO_END, Kind, Schema, read_headers
 from virtualflow.step.lost_state import find_lost_state, walk_objects
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval

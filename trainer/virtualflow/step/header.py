@@ -35,6 +35,11 @@ _PAIR = struct.Struct("<dd")
 _UNTOLD = -1.0
 """In place of a weight, where the script has told none."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
+HOW_TO_END = (
+    "end the training by steps=, step.number or step.metrics: a counter of the script's own begins anew in a joiner, "
+    "and a loss in the inner loop is of this worker's micro-batch alone"
+)
+"""For a script whose workers leave the loop after different steps."""
 
 
 class Kind(IntEnum):
@@ -278,10 +283,7 @@ def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) 
     headers = tuple(form.read(block) for block in gathered)
     for header in headers:
         if {kind, header.kind} == {Kind.TRAIN, Kind.FINISH}:
-            raise VirtualFlowError(
-                "a worker left the loop over the steps, and others go on; end the training by steps= or step.number: a "
-                "counter of the script's own begins anew in a joiner"
-            )
+            raise VirtualFlowError(f"a worker left the loop over the steps, and others go on; {HOW_TO_END}")
         if header.kind != kind or header.exchange != number:
             raise VirtualFlowError(
                 "workers are at different places of the script: some train, evaluate or are through while others are "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.state import Checkpointer
-from virtualflow.step import Kind, Reduced, read_headers
+from virtualflow.step import HOW_TO_END, Kind, Reduced, read_headers
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.reporter import report_failure
 from virtualflow.worker.standalone import AnySession
@@ -106,9 +106,7 @@ def agree_on_end(
             membership.recover(error)
         except VirtualFlowError as found:
             early = VirtualFlowError(
-                f"this worker left the loop after step {training.completed_steps}, and others go on; end the training "
-                "by steps=, step.number or step.metrics: a counter of the script's own begins anew in a joiner, and a "
-                "loss in the inner loop is of this worker's micro-batch alone"
+                f"this worker left the loop after step {training.completed_steps}, and others go on; {HOW_TO_END}"
             )
             told = found if trained else early
             report_failure(session, told)
