@@ -27,8 +27,7 @@ WORKERS = (2, 3)
 
 def exchange(connections: dict[bool, socket.socket], size: int, messages: int) -> dict[bool, tuple[float, float]]:
     """Exchange messages over a plain and a sealed connection by turns; seconds of the clock and the CPU of one."""
-    from virtualflow.transport.channel import Channel, FrameExchange, Lane, checksum
-    from virtualflow.transport.sealing import SealedChannel
+    from virtualflow.transport.channel import Channel, FrameExchange, Lane, SealedChannel, checksum
     from virtualflow.transport.settings import CommunicatorSettings
 
     key, own, found = bytes(32), memoryview(os.urandom(size)), memoryview(bytearray(size))

@@ -20,10 +20,9 @@ import torch
 import virtualflow as vf
 from benchmarks.tasks import TASKS, VIRTUAL_NODES, loss_of
 from virtualflow.step.state_watch import StateWatch, StateWatchSettings
-from virtualflow.transport import channel, communicator, sealing
-from virtualflow.transport.channel import Arrival, Channel, FrameExchange, checksum
+from virtualflow.transport import channel, communicator, key_agreement
+from virtualflow.transport.channel import Arrival, Channel, FrameExchange, SealedChannel, checksum
 from virtualflow.transport.communicator import Communicator
-from virtualflow.transport.sealing import SealedChannel
 
 SWEEP = StateWatchSettings().sweep
 
@@ -62,7 +61,7 @@ class Seals:
     """Whether this process seals what it sends at present; see :class:`Guards` for when that may change."""
 
     def __init__(self) -> None:
-        sealing.SealedChannel = Either  # type: ignore[misc]
+        key_agreement.SealedChannel = Either  # type: ignore[misc]
         Communicator._hashes = property(lambda _: not Either.sealed, lambda *_: None)  # type: ignore[assignment]
 
     def turn(self, on: bool) -> None:

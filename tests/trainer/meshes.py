@@ -11,8 +11,8 @@ from signers import NamedSigner
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.communicator import Communicator
+from virtualflow.transport.key_agreement import Introduction, Signer
 from virtualflow.transport.mesh import build_mesh
-from virtualflow.transport.sealing import Introduction, Signer
 from virtualflow.transport.settings import CommunicatorSettings
 
 

@@ -41,9 +41,9 @@ from virtualflow.protocol.versions import OLDEST_PROTOCOL, PROTOCOL, read_hello_
 from virtualflow.protocol.wording import printable
 from virtualflow.state import codec
 from virtualflow.state.checkpoint_format import FORMAT, JobIdentity, Manifest, seal, unseal
-from virtualflow.transport.channel import Channel, FrameExchange, checksum
+from virtualflow.transport.channel import Channel, FrameExchange, SealedChannel, checksum
+from virtualflow.transport.key_agreement import SECRET, Introduction
 from virtualflow.transport.mesh import _SEALED, _meet
-from virtualflow.transport.sealing import SECRET, Introduction, SealedChannel
 from virtualflow.verify import traces
 from virtualflow_operator.api.job import write_status
 from virtualflow_operator.api.objects import parse_time, read_job

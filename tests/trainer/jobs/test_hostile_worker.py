@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import messages as m
-from virtualflow.transport.sealing import SECRET, Introduction
+from virtualflow.transport.key_agreement import SECRET, Introduction
 
 STEPS = 100
 GARBAGE = (

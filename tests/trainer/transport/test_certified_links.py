@@ -17,8 +17,8 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.identity import Credential, Identity
 from virtualflow.transport import CopyClient, Link
+from virtualflow.transport.key_agreement import Introduction
 from virtualflow.transport.mesh import build_mesh
-from virtualflow.transport.sealing import Introduction
 from virtualflow.transport.settings import CopySettings, LinkSettings
 
 WORKER = hello("worker-0", ready=True)

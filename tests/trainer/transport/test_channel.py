@@ -16,8 +16,7 @@ from meshes import mesh
 
 from tiers import examples
 from virtualflow.errors import CommunicatorBroken, Damaged, VirtualFlowError
-from virtualflow.transport.channel import CLOSED, Channel, FrameExchange, checksum
-from virtualflow.transport.sealing import SealedChannel
+from virtualflow.transport.channel import CLOSED, Channel, FrameExchange, SealedChannel, checksum
 
 HEAD = 24
 

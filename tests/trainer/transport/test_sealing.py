@@ -30,10 +30,11 @@ import virtualflow as vf
 from virtualflow.errors import CommunicatorBroken, Damaged
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_WORKER
-from virtualflow.transport import mesh, sealing
-from virtualflow.transport.channel import Channel
+from virtualflow.transport import channel as channels
+from virtualflow.transport import mesh
+from virtualflow.transport.channel import Channel, SealedChannel
+from virtualflow.transport.key_agreement import Introduction
 from virtualflow.transport.mesh import build_mesh
-from virtualflow.transport.sealing import Introduction, SealedChannel
 from virtualflow.worker.session import Session
 
 FIRST, SECOND = b"abcdefghijklmnopqrstuv", b"ABCDEFGHIJKLMNOPQRSTUV"
@@ -44,7 +45,7 @@ PIECES = [24, 8 + 16, 8 + 16, 6 + 16]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "PIECE", 8)
+    monkeypatch.setattr(channels, "PIECE", 8)
 
 
 class Recorded:
@@ -64,7 +65,9 @@ class Recorded:
         for content in contents:
             sent = send(channel, content)
             carry(channel, until=lambda sent=sent: not sent.left)
-            size = 24 + sum(len(content[at : at + sealing.PIECE]) + 16 for at in range(0, len(content), sealing.PIECE))
+            size = 24 + sum(
+                len(content[at : at + channels.PIECE]) + 16 for at in range(0, len(content), channels.PIECE)
+            )
             found.append(theirs.recv(size, socket.MSG_WAITALL))
         channel.close()
         theirs.close()

@@ -6,8 +6,8 @@ from virtualflow.transport.activity import Activity
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
 from virtualflow.transport.interface import DONE, Collectives, Message, Pending, as_bytes, gather_bytes
+from virtualflow.transport.key_agreement import Signer
 from virtualflow.transport.link import Link
-from virtualflow.transport.sealing import Signer
 from virtualflow.transport.turns import Turns
 
 __all__ = [

@@ -9,11 +9,17 @@ What arrives as something else than what was sent is not used. TCP's own checksu
 network card takes over; memory, cards and switches damage data behind its back (Stone and Partridge, "When the CRC and
 TCP checksum disagree", SIGCOMM 2000). XXH3 reads at the speed of memory, so that the sender hashes what it is about to
 send, and the receiver what it is about to use, while that is in the caches. It finds faults; it is no guard against
-somebody who makes them: that is ``sealing``.
+somebody who makes them. Against them a sealed frame has tags, in the checksum's place.
+
+A sealed frame is a sealed length and sealed pieces of the content (AES-256-GCM), each with a tag of 16 bytes. Pieces
+let a large frame be sealed while what is before it is on its way. A piece's number is its nonce: what is lost,
+repeated, moved or of another connection opens with none. What a piece opens to is written where it belongs, which is
+used when the whole frame has opened.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -23,6 +29,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from virtualflow.errors import CommunicatorBroken, Damaged, VirtualFlowError
 from virtualflow.transport.settings import CommunicatorSettings
@@ -31,6 +39,18 @@ checksum: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 """XXH3 of bytes, 64 bits."""
 HEAD = struct.Struct("<QQQ")
 """Bytes of the content, its checksum, and the checksum of these two."""
+KEY = 32
+"""Bytes of what one direction of a connection is sealed by."""
+PIECE = 1 << 20
+"""Most bytes under one tag: two buffers of it, at most, belong to a connection, and stay in a processor's cache."""
+_TAG = 16
+_LENGTH = struct.Struct("<Q")
+_SEALED_HEAD = _LENGTH.size + _TAG
+"""As long as a plain frame's."""
+_HEAD_OF, _PIECE_OF = b"head", b"piece of "
+"""What else a tag holds for; behind the second one the frame's length."""
+_NONCE = struct.Struct("<IQ")
+_NOTHING = memoryview(b"")
 _CALLS = 16
 """Of the kernel, before another peer has its turn."""
 CLOSED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
@@ -250,6 +270,102 @@ def without(views: Sequence[memoryview], done: int) -> list[memoryview]:
             left.append(view[done:] if done else view)
         done = max(0, done - len(view))
     return left
+
+
+class _Seal:
+    """One direction of a connection: its key, and the number of the next piece."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._number = 0
+        self._head = memoryview(bytearray(_SEALED_HEAD))
+        self._room = memoryview(bytearray())
+
+    def room(self, size: int) -> memoryview:
+        """For a sealed piece of ``size`` bytes."""
+        if len(self._room) < size:
+            self._room = memoryview(bytearray(size))
+        return self._room[:size]
+
+    def seal(self, content: memoryview | bytes, about: bytes, sealed: memoryview) -> memoryview:
+        self._cipher.encrypt_into(self._next(), content, about, sealed)
+        return sealed
+
+    def open(self, sealed: memoryview, about: bytes, content: memoryview | bytearray) -> None:
+        self._cipher.decrypt_into(self._next(), sealed, about, content)
+
+    def frame(self, content: memoryview) -> Iterator[list[memoryview]]:
+        """The frame of ``content``, each piece sealed when it is asked for, in the place of the one before it."""
+        length = _LENGTH.pack(len(content))
+        views = [self.seal(length, _HEAD_OF, self._head)]
+        for at in range(0, len(content), PIECE):
+            piece = content[at : at + PIECE]
+            yield [*views, self.seal(piece, _PIECE_OF + length, self.room(len(piece) + _TAG))]
+            views = []
+        if views:
+            yield views
+
+    def forget(self) -> None:
+        """Put a key that nobody knows in this one's place."""
+        self._cipher = AESGCM(os.urandom(KEY))
+
+    def _next(self) -> bytes:
+        self._number += 1
+        return _NONCE.pack(0, self._number)
+
+
+class SealedChannel(Channel):
+    """A connection whose frames are sealed."""
+
+    def __init__(self, connection: socket.socket, peer: str, sending: bytes, receiving: bytes) -> None:
+        super().__init__(connection, peer)
+        self._sending, self._receiving = _Seal(sending), _Seal(receiving)
+        self._opened = 0
+        """Bytes of the content that have come and opened, of the frame that is coming,"""
+        self._target = self._sealed = _NOTHING
+        """where its next piece belongs, and where that comes."""
+
+    def send(self, content: memoryview, check: int, exchange: FrameExchange) -> None:
+        exchange.left += 1
+        left = _SEALED_HEAD + len(content) + _TAG * -(-len(content) // PIECE)
+        self._outgoing.append(Departure([], exchange, left, self._sending.frame(content)))
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._sending.forget()
+            self._receiving.forget()
+
+    def _room_for(self, arrival: Arrival) -> list[memoryview]:
+        if not len(self._target):
+            self._target = arrival.content[self._opened : self._opened + PIECE]
+            self._sealed = self._receiving.room(len(self._target) + _TAG if len(self._target) else 0)
+        return without([arrival.head, self._sealed], arrival.at)
+
+    def _take(self, arrival: Arrival, received: int) -> bool:
+        before, arrival.at = arrival.at, arrival.at + received
+        if before < _SEALED_HEAD <= arrival.at:
+            length = bytearray(_LENGTH.size)
+            self._open(arrival.head, _HEAD_OF, length)
+            self._refuse_other_length(_LENGTH.unpack(length)[0], arrival)
+        if arrival.at < _SEALED_HEAD + len(self._sealed):
+            return False
+        if len(self._target):
+            self._open(self._sealed, _PIECE_OF + _LENGTH.pack(len(arrival.content)), self._target)
+            self._opened += len(self._target)
+            self._target, arrival.at = _NOTHING, _SEALED_HEAD
+        if self._opened < len(arrival.content):
+            return False
+        self._opened = 0
+        return True
+
+    def _open(self, sealed: memoryview, about: bytes, content: memoryview | bytearray) -> None:
+        with self._lock:
+            self._refuse_if_over()
+            try:
+                self._receiving.open(sealed, about, content)
+            except InvalidTag:
+                raise self._damaged(len(content), "their seal does not hold") from None
 
 
 class Lane:

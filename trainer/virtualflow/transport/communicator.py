@@ -4,7 +4,7 @@ A communicator is built in a background thread while its predecessor serves the 
 member) goes through the coordinator, so no member hosts a store whose death would matter. Every block goes from each
 member straight to each other one, by the thread that waits for it: with workers that keep all processors busy, each hop
 to a thread of a library's and back takes longer than the wire. All that is sent bears a checksum (``channel``) or is
-sealed (``sealing``), and is looked at before anybody uses it.
+sealed (``channel``), and is looked at before anybody uses it.
 
 All of them are CPU tensors; those of an accelerator are staged by the caller (``reduction``).
 """
@@ -26,9 +26,9 @@ from virtualflow.protocol import messages as m
 from virtualflow.transport.activity import Activity
 from virtualflow.transport.channel import Channel, FrameExchange, Lane, checksum
 from virtualflow.transport.interface import DONE, Message, Pending
+from virtualflow.transport.key_agreement import Introduction, Signer
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh, close_all
-from virtualflow.transport.sealing import Introduction, Signer
 from virtualflow.transport.settings import CommunicatorSettings
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from typing import Protocol
 from virtualflow._process import raise_descriptor_limit
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.messages import member_key as _key
-from virtualflow.transport.sealing import SECRET, Introduction
+from virtualflow.transport.key_agreement import SECRET, Introduction
 
 LANES = 2
 """Connections of each pair: of the thread that trains, and of the one that exchanges beside it."""
