@@ -10,7 +10,7 @@ import trace_calls
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "modules", "changes"),
-    [pytest.param((), 40, 290, id="a step"), pytest.param(("--kill",), 33, 100, id="a recovery")],
+    [pytest.param((), 36, 260, id="a step"), pytest.param(("--kill",), 31, 95, id="a recovery")],
 )
 def test_a_walk_through_the_library_stays_short(arguments: tuple[str, ...], modules: int, changes: int) -> None:
     calls = trace_calls.watch(*arguments)

@@ -130,12 +130,9 @@ Metrics = Annotated[dict[MetricName, Metric], msgspec.Meta(max_length=MAX_METRIC
 """By name, as they travel."""
 
 
-def check_metric_name(name: str, call: str) -> None:
-    """See that a number's name, which a script logs by ``call``, is short enough to travel."""
-    if len(name) > MAX_NAME:
-        raise ConfigurationError(
-            f"{call} got a name of {len(name)} characters ({name[:40]!r}...); give names of at most {MAX_NAME}"
-        )
+def too_long(name: str, call: str) -> str:
+    """That the name of a number, which a script logs by ``call``, has more than ``MAX_NAME`` characters."""
+    return f"{call} got a name of {len(name)} characters ({name[:40]!r}...); give names of at most {MAX_NAME}"
 
 
 def not_finite(value: float) -> NotFinite | None:

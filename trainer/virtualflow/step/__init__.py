@@ -15,7 +15,7 @@ from virtualflow.step.part import Attempt, Parts, StepPart, Told
 from virtualflow.step.partial_backward import PartialBackward, agreed
 from virtualflow.step.partial_step import is_separable, why_not_separable
 from virtualflow.step.placement import HOST
-from virtualflow.step.repetition import LOOKS_AHEAD, Repetition, copy_data, forget_cached_weights
+from virtualflow.step.repetition import LOOKS_AHEAD, Repetition, copy_data
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.spot_checker import Doubted, SpotChecker
 from virtualflow.step.spot_checks import choose_judges, describe_open_doubt, judge

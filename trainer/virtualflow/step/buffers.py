@@ -28,6 +28,8 @@ from virtualflow.step.header import Schema, StepHeader, numbered
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size, types as which the bits of others can be compared."""
+SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""Types in which a buffer is averaged that are not its own: half precision would overflow, and lose most of a sum."""
 _NONE: frozenset[int] = frozenset()
 _trained = attrgetter("requires_grad")
 
@@ -188,7 +190,7 @@ class BufferTracker:
             value = buffer.baseline if present is None else present.detach()
             if value.shape != buffer.tensor.shape:
                 raise _reshaped(name, buffer, value)
-            dtype = summed_as(buffer.tensor.dtype)
+            dtype = SUMMED_AS.get(buffer.tensor.dtype, buffer.tensor.dtype)
             changes[name] = value.to(dtype) - buffer.baseline.to(dtype)
             buffer.put(buffer.baseline)
         return changes
@@ -197,8 +199,8 @@ class BufferTracker:
     def sum_templates(self) -> list[Tensor]:
         """One tensor for each of those that are added up: without content, of its shape and its changes' type."""
         return [
-            torch.empty(buffer.tensor.shape, dtype=summed_as(buffer.tensor.dtype), device="meta")
-            for buffer in self._sums.values()
+            torch.empty(tensor.shape, dtype=SUMMED_AS.get(tensor.dtype, tensor.dtype), device="meta")
+            for tensor in (buffer.tensor for buffer in self._sums.values())
         ]
 
     def added(self, changes: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -286,11 +288,6 @@ def _reshaped(name: str, buffer: _Buffer, value: Tensor) -> ConfigurationError:
         f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} in a forward "
         "pass, so virtual nodes cannot be averaged; give it its shape from the start"
     )
-
-
-def summed_as(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a buffer is averaged: half precision would overflow and lose most of what is added."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _averages(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.reduction import Accumulator, Early, Offload, Parts, Settled, Summation, Tensors, separate
-from virtualflow.step.buffers import BufferTracker, summed_as
+from virtualflow.step.buffers import SUMMED_AS, BufferTracker
 from virtualflow.step.header import NodeRecord, Schema
 
 
@@ -97,11 +97,7 @@ class Contributions:
         unknown = {name: value for name, value in found.items() if name not in self._changed}
         if unknown:
             self._changed |= self._buffers.changed(unknown)
-        values: Tensors = []
-        for value in found.values():
-            dtype = summed_as(value.dtype)
-            values.append(value if value.dtype is dtype else value.to(dtype))
-        return values
+        return [value.to(SUMMED_AS.get(value.dtype, value.dtype)) for value in found.values()]
 
     def note_sent(self, early: Early | None, steady: bool) -> None:
         """Some gradients have set out already, and stayed ``steady`` or not: those that were sent are others then."""
@@ -165,7 +161,7 @@ class Contributions:
                 given = [record.averaged.get(name) for name in new]
                 there = [self._buffers.baseline(n) if v is None else v for n, v in zip(new, given, strict=True)]
                 # They stay as they are in the record, from which the next attempt would begin.
-                values = [value.to(summed_as(value.dtype), copy=True) for value in there]
+                values = [value.to(SUMMED_AS.get(value.dtype, value.dtype), copy=True) for value in there]
             sums.add(node, values, weight=record.weight / unit, count=record.virtual_nodes)
         parts: Parts = []
         for (nodes, tensors), (_, added) in zip(self.accumulator.parts, sums.parts, strict=True):

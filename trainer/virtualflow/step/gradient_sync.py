@@ -22,7 +22,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Parts, Portions, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
-from virtualflow.step.buffers import BufferTracker, Modes, Switches, add_up_changes, summed_as, write_changes
+from virtualflow.step.buffers import SUMMED_AS, BufferTracker, Modes, Switches, add_up_changes, write_changes
 from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
     HeaderFormat,
@@ -317,7 +317,7 @@ class GradientSync:
         factors = {} if self.cut is None else self.cut.factors(_by_node(weights, holdings))
         as_promised = self._promised is None or self._promised == scale
         early = self._await_early(scale, steady and as_promised, present, portion, factors)
-        sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self._buffers.templates(self.schema.averaged)]
+        sums = [t.to(SUMMED_AS.get(t.dtype, t.dtype)) for t in self._buffers.templates(self.schema.averaged)]
         reduced = self._reducer.reduce(
             communicator,
             holdings,

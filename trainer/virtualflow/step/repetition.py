@@ -5,11 +5,9 @@ it cannot see: a counter in ``forward``, a hidden state, a generator of the scri
 statistics. But it shows: the second time they are not what they were the first time, or the backward pass goes through
 a graph of the first time.
 
-Caches made of weights must not outlive an update, nor pass from one virtual node to the next. torch has two of its own,
-which last as long as a ``with`` block of the script: autocast's copies in another type, and those of
-``parametrize.cached()``. A script may open the block around its whole training, so they are emptied for each virtual
-node, as if it were opened there. A cache of the script's own cannot be emptied from here, but it shows: the backward
-pass of a virtual node goes through a graph that was there before its forward pass began.
+Caches made of weights must not outlive an update, nor pass from one virtual node to the next. torch's own are emptied
+(``forget_cached_weights``). One of the script's own cannot be emptied from here, but it shows: the backward pass of a
+virtual node goes through a graph that was there before its forward pass began.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from virtualflow.errors import ConfigurationError
@@ -104,14 +101,6 @@ def _copy_part(part: Any) -> Any:
         return copy.deepcopy(part)  # a class of the script's own, which may hold tensors
     except (TypeError, RuntimeError, copy.Error):
         return part  # it holds something that cannot be copied, such as an open file
-
-
-def forget_cached_weights() -> None:
-    """Empty torch's own caches of what was made of weights."""
-    torch.clear_autocast_cache()
-    cached: dict[Any, Any] | None = getattr(parametrize, "_cache", None)
-    if cached:
-        cached.clear()
 
 
 class KeptGraphs:

@@ -14,9 +14,9 @@ from torch import Tensor
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
-from virtualflow.step import Attempt, Told, forget_cached_weights
+from virtualflow.step import Attempt, Told
 from virtualflow.worker.setup import Context
-from virtualflow.worker.step import Loss, span
+from virtualflow.worker.step import Loss, forget_cached_weights, span
 
 
 class LayeredAttempts:

@@ -32,7 +32,6 @@ from virtualflow.step import (
     Repetition,
     Told,
     copy_data,
-    forget_cached_weights,
 )
 from virtualflow.worker.divergence import SpotChecking, end_by_divergence
 from virtualflow.worker.process import WeightsBeside, check_left_behind
@@ -40,7 +39,7 @@ from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
 from virtualflow.worker.setup import Context
-from virtualflow.worker.step import Step, profiled, read_weight, span
+from virtualflow.worker.step import Step, forget_cached_weights, profiled, read_weight, span
 
 if TYPE_CHECKING:
     from virtualflow.worker.layers import LayeredAttempts
@@ -133,7 +132,7 @@ class Loop:
             step = self._open_step = Step(self)
             if self._state.has_state:
                 self._seed_before_step()
-                first = context.session.coordinated and self._state.leader and not context.training.completed_steps
+                first = not context.training.completed_steps and context.session.coordinated and self._state.leader
                 self._undrawn = read_generators() if first else None
             self._guard.place = "between steps"
             try:
@@ -176,9 +175,13 @@ class Loop:
         """What happens between two steps, behind the user's code after the first: save, leave or enter a generation."""
         context = self.context
         self._look()
+        if self._weights_beside is not None:
+            found = self._weights_beside.look(context.training.completed_steps)
+            if found is not None:
+                self._weights_beside = None
+                context.session.note("warning", found)
         self._guard.check_after_step()
         self._guard.look_at_gradients()
-        self._look_beside()
         context.training.arrive()
         if self._parts.after_script and self._state.has_state:
             leaves = context.session.stopping or context.membership.agreed is not None
@@ -192,14 +195,6 @@ class Loop:
             context.membership.switch()
         if self._state.has_state:
             self._guard.between()
-
-    def _look_beside(self) -> None:
-        if self._weights_beside is None:
-            return
-        found = self._weights_beside.look(self.context.training.completed_steps)
-        if found is not None:
-            self._weights_beside = None
-            self.context.session.note("warning", found)
 
     def save_if_due(self) -> None:
         if self._saving is not None:

@@ -19,6 +19,7 @@ from torch import nn
 from virtualflow.data import hear_of_ends
 from virtualflow.errors import (
     CommunicatorBroken,
+    ConfigurationError,
     DoesNotFit,
     Drained,
     Evicted,
@@ -32,8 +33,9 @@ from virtualflow.errors import (
 )
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.protocol.termination_message import TerminationMessageWriter
-from virtualflow.protocol.wording import as_metrics, check_metric_name, describe_end
+from virtualflow.protocol.wording import as_metrics, describe_end, too_long
 from virtualflow.state import join_optimizers
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options, check_model
@@ -341,7 +343,8 @@ class Run:
         """
         training = self._context.training
         for name in metrics:
-            check_metric_name(name, "run.log")
+            if len(name) > MAX_NAME:
+                raise ConfigurationError(too_long(name, "run.log"))
         numbers = {name: float(value) for name, value in metrics.items()}
         training.logged.update(numbers)
         training.note_non_finite(numbers)

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.protocol.wording import check_metric_name
+from virtualflow.protocol.settings import MAX_NAME
+from virtualflow.protocol.wording import too_long
 from virtualflow.step import Told
 
 Loss = Callable[..., Tensor]
@@ -37,6 +39,18 @@ def span(name: str, virtual_node: int | None = None) -> AbstractContextManager[o
         return _NOTHING
     told = None if virtual_node is None else str(virtual_node)
     return torch.profiler.record_function(f"virtualflow: {name}", told)
+
+
+def forget_cached_weights() -> None:
+    """Empty torch's own caches of what was made of weights: autocast's copies, and those of ``parametrize.cached()``.
+
+    They last as long as a ``with`` block. A script may open it around its whole training, so they are emptied for each
+    virtual node, as if it were opened there.
+    """
+    torch.clear_autocast_cache()
+    cached: dict[Any, Any] | None = getattr(parametrize, "_cache", None)
+    if cached:
+        cached.clear()
 
 
 class Attempts(Protocol):
@@ -129,7 +143,8 @@ class Step:
             )
         values: dict[str, float | Tensor] = {}
         for name, value in metrics.items():
-            check_metric_name(name, "step.log")
+            if len(name) > MAX_NAME:
+                raise ConfigurationError(too_long(name, "step.log"))
             if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
                 raise ConfigurationError(
                     f"step.log got {name} of shape {list(value.shape)} and type {value.dtype}; log one real number"
