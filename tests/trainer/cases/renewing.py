@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Container
-from functools import partial
 
-from virtualflow.launcher import cli
+from virtualflow.launcher import cli, runner
 from virtualflow.launcher.registry import JobAccess
-from virtualflow.launcher.settings import LauncherSettings
 
 renewals = 0
 renew = JobAccess.renew
@@ -19,7 +17,7 @@ def count(access: JobAccess, ended: Container[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.LauncherSettings = partial(LauncherSettings, certificate_lifetime=60.0, certificate_renewal=1.0)
+    runner.CERTIFICATE_LIFETIME, runner.CERTIFICATE_RENEWAL = 60.0, 1.0
     JobAccess.renew = count
     code = cli.main()
     print(f"certificates were renewed {renewals} times", file=sys.stderr)

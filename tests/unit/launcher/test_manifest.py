@@ -16,7 +16,6 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
 from virtualflow.launcher.manifest import JobManifest, expand, load_manifest, local_command, read_manifest
 from virtualflow.launcher.options import RunOptions, resolve
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
     ENV_BACKWARD,
@@ -86,7 +85,7 @@ def test_what_a_cluster_is_told_about_bits_groups_and_checkpoints_is_read() -> N
 
 
 def _resolve(path: Path, *options: str) -> RunOptions:
-    return resolve(cli.parser(LauncherSettings()).parse_args(["run", *options, "-f", str(path)]))
+    return resolve(cli.parser().parse_args(["run", *options, "-f", str(path)]))
 
 
 def _manifest(directory: Path, **spec: Any) -> Path:

@@ -15,7 +15,6 @@ import pytest
 from statuses import coordinator_status
 from virtualflow.launcher.console import LiveConsole, Snapshot
 from virtualflow.launcher.report import JobHistory, build_report, origin_of
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.http_api import Event, WorkerStatus
 from virtualflow.protocol.messages import Change, Generation
 
@@ -107,7 +106,7 @@ def test_bar_step_time_and_time_left_stay_however_many_metrics_there_are(
         metrics=figures,
         last_change=lost,
     )
-    console = LiveConsole(LauncherSettings())
+    console = LiveConsole()
     console.update(Snapshot("digits", status, {}, ""))
     console.close()
     lines = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ import pytest
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import Number, cli
 from virtualflow.launcher.options import check_trainer
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXAMPLES, EXTERNAL
 from virtualflow_operator.settings import SimulationSettings
 from virtualflow_operator.simulator import command as simulator
@@ -39,11 +38,7 @@ def numeric(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (choices,) = [
-        action.choices
-        for action in cli.parser(LauncherSettings())._actions
-        if isinstance(action, argparse._SubParsersAction)
-    ]
+    (choices,) = [action.choices for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(choices)
 
 
@@ -168,7 +163,7 @@ def test_the_help_of_a_command_has_examples_which_are_understood(name: str, caps
     for example in EXAMPLES[name]:
         assert f"\n  {example}\n" in said
         *_, words = example.partition("virtualflow ")
-        parsed = cli.parser(LauncherSettings()).parse_args(shlex.split(words))
+        parsed = cli.parser().parse_args(shlex.split(words))
         assert callable(parsed.action)
 
 

@@ -12,7 +12,6 @@ from tiers import needs
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
 from virtualflow.launcher.options import RunOptions, resolve
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.training_program import TrainingProgram, program_of
 
 TRAINS = needs("torch", "make venv installs it")
@@ -31,7 +30,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(*words: str) -> RunOptions:
-    return resolve(cli.parser(LauncherSettings()).parse_args(["run", *words]))
+    return resolve(cli.parser().parse_args(["run", *words]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from virtualflow.launcher.job_control import JobControl
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import Process
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.launcher.workforce import AbsentEnds, Workforce
@@ -34,7 +33,6 @@ class Scene:
             command=unused,
             supervisor=unused,
             history=unused,
-            settings=LauncherSettings(),
         )
 
     def end(self, code: int) -> None:

@@ -32,7 +32,6 @@ from virtualflow.coordinator.page.files import WORDS
 from virtualflow.integrations import export
 from virtualflow.launcher import cli
 from virtualflow.launcher.fault_schedule import parse_schedule
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job import read_spec
 from virtualflow_operator.api.queue import read_queue
@@ -115,7 +114,7 @@ def test_a_documented_command_is_understood(command: str) -> None:
     if words[1] == "export":
         assert export.parser().parse_args(words[2:]).output
         return
-    parsed = cli.parser(LauncherSettings()).parse_args(words[1:])
+    parsed = cli.parser().parse_args(words[1:])
     assert callable(parsed.action)
     if getattr(parsed, "schedule", None):
         assert parse_schedule(parsed.schedule)
@@ -128,7 +127,7 @@ def test_every_command_has_a_row_in_the_tables_of_commands() -> None:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command."""
-    actions = cli.parser(LauncherSettings())._actions
+    actions = cli.parser()._actions
     (known,) = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
     return {**known, "export": export.parser()}
 

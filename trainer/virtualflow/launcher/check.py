@@ -20,7 +20,7 @@ from typing import Any
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_trainer
-from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.settings import FAILURE_GRACE
 from virtualflow.launcher.supervisor import describe_exit, die_with, ourselves
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain
@@ -93,13 +93,13 @@ def _range(steps: list[int]) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}" if steps else "no step"
 
 
-def check(arguments: Namespace, settings: LauncherSettings) -> int:
+def check(arguments: Namespace) -> int:
     """Run a script in several ways and compare; the exit code."""
     program = TrainingProgram(arguments.script, arguments.module)
     program.check()
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
-        checking = ScriptCheck(arguments, program, settings, Path(directory))
+        checking = ScriptCheck(arguments, program, Path(directory))
         try:
             return asyncio.run(checking.run())
         except asyncio.CancelledError:
@@ -153,10 +153,8 @@ class ScriptCheck:
         directory: for traces, and for whatever the trials leave.
     """
 
-    def __init__(
-        self, arguments: Namespace, program: TrainingProgram, settings: LauncherSettings, directory: Path
-    ) -> None:
-        self._arguments, self._program, self._settings, self._directory = arguments, program, settings, directory
+    def __init__(self, arguments: Namespace, program: TrainingProgram, directory: Path) -> None:
+        self._arguments, self._program, self._directory = arguments, program, directory
         self._cores = arguments.processes or os.cpu_count() or 1
         self._free = self._cores
         self._freed = asyncio.Condition()
@@ -278,7 +276,7 @@ class ScriptCheck:
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:
             return
-        for patience in (0.2, self._settings.failure_grace):  # asked twice, it ends at once and tidies up
+        for patience in (0.2, FAILURE_GRACE):  # asked twice, it ends at once and tidies up
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 process.terminate()
                 async with asyncio.timeout(patience):

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from virtualflow._process import obey_sigterm
-from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings, LivePageSettings
+from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings, LivePageSettings, MembershipSettings
 from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
 from virtualflow.protocol.environment import read_credential, read_number
-from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_HANG_SECONDS, ENV_LOG_DIR
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_HANG_SECONDS, ENV_LOG_DIR, SignalSettings
 from virtualflow.protocol.wording import counted, printable
 
 if TYPE_CHECKING:
@@ -46,20 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; ``None``: those of this process.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    settings = LauncherSettings()
     try:
         if given and given[0] == "help":
             given = [*given[1:2], "--help"]
         if not given:
-            parser(settings).print_help()
+            parser().print_help()
             code = 0
         elif given[0] in EXTERNAL:
             code = _external(given[0])(given[1:])
         else:
-            parsed = parser(settings).parse_args(given)
+            parsed = parser().parse_args(given)
             action: Subcommand = parsed.action
             with installed():
-                code = action(parsed, settings)
+                code = action(parsed)
         sys.stdout.flush()  # a reader that has gone is noticed here
         return code
     except BrokenPipeError:
@@ -89,7 +87,7 @@ def _reader_has_gone() -> bool:
     return True
 
 
-def parser(settings: LauncherSettings) -> Parser:
+def parser() -> Parser:
     subcommands: Mapping[str, Subcommand] = {
         "run": _run,
         "check": _check,
@@ -104,7 +102,7 @@ def parser(settings: LauncherSettings) -> Parser:
         "coordinator": _coordinator,
         "turns": _turns,
     }
-    return build_parser(subcommands, settings)
+    return build_parser(subcommands)
 
 
 def _external(name: str) -> Callable[[Sequence[str]], int]:
@@ -128,46 +126,46 @@ def _external(name: str) -> Callable[[Sequence[str]], int]:
     )
 
 
-def _run(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from virtualflow.launcher.options import resolve
 
     options = resolve(arguments)
     from virtualflow.launcher.runner import run
 
-    return run(options, settings)
+    return run(options)
 
 
-def _profile(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+def _profile(arguments: argparse.Namespace) -> int:
     from virtualflow.launcher.profile import profile
 
     return profile(arguments)
 
 
-def _explain(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+def _explain(arguments: argparse.Namespace) -> int:
     from virtualflow.launcher.profile import explain
 
     return explain(arguments)
 
 
-def _plan(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     from virtualflow.launcher.plan import plan
 
-    return plan(arguments, settings)
+    return plan(arguments)
 
 
-def _check(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _check(arguments: argparse.Namespace) -> int:
     from virtualflow.launcher.check import check
 
-    return check(arguments, settings)
+    return check(arguments)
 
 
-def _bisect(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+def _bisect(arguments: argparse.Namespace) -> int:
     from virtualflow.launcher.check import bisect
 
     return bisect(arguments)
 
 
-def _report(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     from virtualflow.atomic_file import read_regular, write_whole
     from virtualflow.launcher.report import MAX_REPORT, read_report
     from virtualflow.launcher.report_comparison import compare
@@ -188,7 +186,7 @@ def _report(arguments: argparse.Namespace, _: LauncherSettings) -> int:
     return 0
 
 
-def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _status(arguments: argparse.Namespace) -> int:
     async def show(client: CoordinatorClient, name: str) -> str:
         status = await client.status()
         if arguments.json:
@@ -199,10 +197,10 @@ def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
 
         return printable(describe_status(name, view_job(status, time.time())))
 
-    return _with_job(arguments, settings, show)
+    return _with_job(arguments, show)
 
 
-def _scale(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _scale(arguments: argparse.Namespace) -> int:
     from virtualflow.protocol.http_api import ScaleCall
 
     async def scale(client: CoordinatorClient, name: str) -> str:
@@ -214,10 +212,10 @@ def _scale(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
             )
         return f"{name}: {printable(await client.send(ScaleCall(arguments.workers)))}"
 
-    return _with_job(arguments, settings, scale)
+    return _with_job(arguments, scale)
 
 
-def _drain(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _drain(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from virtualflow.protocol.http_api import DrainCall
@@ -231,12 +229,10 @@ def _drain(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
     async def drain(client: CoordinatorClient, name: str) -> str:
         return f"{name}: {printable(await client.send(call))}"
 
-    return _with_job(arguments, settings, drain)
+    return _with_job(arguments, drain)
 
 
-def _with_job(
-    arguments: argparse.Namespace, settings: LauncherSettings, act: Callable[[CoordinatorClient, str], Awaitable[str]]
-) -> int:
+def _with_job(arguments: argparse.Namespace, act: Callable[[CoordinatorClient, str], Awaitable[str]]) -> int:
     """Print what ``act`` says of the job that the arguments name."""
     import asyncio
 
@@ -254,14 +250,14 @@ def _with_job(
         name, url, credential = job.name, job.url, job.credential
 
     async def talk() -> str:
-        async with CoordinatorClient(url, credential, settings.signals) as client:
+        async with CoordinatorClient(url, credential, SignalSettings()) as client:
             return await act(client, name)
 
     print(asyncio.run(talk()))
     return 0
 
 
-def _turns(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+def _turns(arguments: argparse.Namespace) -> int:
     if os.getpid() == 1:
         obey_sigterm()
     import logging
@@ -272,7 +268,7 @@ def _turns(arguments: argparse.Namespace, _: LauncherSettings) -> int:
     return serve_turns(arguments.path, arguments.limit)
 
 
-def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+def _coordinator(arguments: argparse.Namespace) -> int:
     if os.getpid() == 1:
         obey_sigterm()
     import asyncio
@@ -290,7 +286,7 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
     if hang_limit is None:
         hang_limit = read_number(ENV_HANG_SECONDS, float, LEAST_HANG_LIMIT)
     membership = replace(
-        settings.membership,
+        MembershipSettings(),
         heartbeat_limit=arguments.heartbeat_limit,
         startup_grace=arguments.startup_grace,
         rebalance_gain=arguments.rebalance_gain,

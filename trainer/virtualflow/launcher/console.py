@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import Stream
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.job_view import JobView, ViewNow, WorkerView, describe_pace, view_job
@@ -26,6 +25,15 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text
+
+_PROGRESS_INTERVAL = 2.0
+"""Without a terminal: the least time between two lines about the progress."""
+_REFRESH = 8.0
+"""On a terminal: frames per second."""
+_EVENTS_SHOWN = 6
+"""The latest events of the live view."""
+_CELLS_SHOWN = 64
+"""A job of more virtual nodes than this shows them as ranges."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,7 @@ class Snapshot:
 class PlainConsole:
     """Lines for logs and pipes."""
 
-    def __init__(self, settings: LauncherSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._started = self._progress_at = time.monotonic()
         self._step = 0
 
@@ -60,7 +67,7 @@ class PlainConsole:
             status is None
             or status.phase == "waiting"
             or status.job_step == self._step
-            or now - self._progress_at < self._settings.progress_interval
+            or now - self._progress_at < _PROGRESS_INTERVAL
         ):
             return
         self._progress_at, self._step = now, status.job_step
@@ -87,11 +94,10 @@ class LiveConsole:
         "bright_green",
     )
 
-    def __init__(self, settings: LauncherSettings) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._settings = settings
         self._console: Console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         # Refreshed from the event loop alone: a thread would hold locks while children are forked.
         self._live: Live = Live(
@@ -125,13 +131,13 @@ class LiveConsole:
     def event(self, text: str) -> None:
         """Kept in the panel; the latest few are shown."""
         elapsed = time.monotonic() - self._started
-        self._events = [*self._events, (f"{elapsed:6.1f} s", text)][-self._settings.events_shown :]
+        self._events = [*self._events, (f"{elapsed:6.1f} s", text)][-_EVENTS_SHOWN:]
 
     def update(self, snapshot: Snapshot) -> None:
         """Redraw, unless it was redrawn a moment ago."""
         self._snapshot = snapshot
         now = time.monotonic()
-        if not self._closed and now - self._drawn_at >= 1 / self._settings.refresh:
+        if not self._closed and now - self._drawn_at >= 1 / _REFRESH:
             self._drawn_at = now
             self._live.update(self._draw(snapshot), refresh=True)
 
@@ -202,7 +208,7 @@ class LiveConsole:
     def _cells(self, worker: WorkerView, total: int, colour: str) -> Text:
         from rich.text import Text
 
-        if total > self._settings.cells_shown or total + 50 > self._console.width:
+        if total > _CELLS_SHOWN or total + 50 > self._console.width:
             return Text(worker.nodes, colour)
         cells = Text()
         cells.append("·" * worker.first, "bright_black")
@@ -218,13 +224,13 @@ JobConsole = PlainConsole | LiveConsole
 """Shows a job to somebody; it is told of the job at any rate, and closed when nothing more will be shown."""
 
 
-def open_console(plain: bool, settings: LauncherSettings) -> JobConsole:
+def open_console(plain: bool) -> JobConsole:
     """The console that suits standard error: live on a terminal that can be redrawn, unless lines are asked
     for.
     """
     if plain or not sys.stderr.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
-        return PlainConsole(settings)
-    return LiveConsole(settings)
+        return PlainConsole()
+    return LiveConsole()
 
 
 def _write(stream: Stream, text: str) -> None:

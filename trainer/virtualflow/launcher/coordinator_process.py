@@ -12,9 +12,16 @@ from urllib.parse import urlsplit
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.registry import JobAccess
-from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.settings import BACKOFF_FIRST, BACKOFF_MOST
 from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit, ourselves
 from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_IDENTITY, ENV_LOG_DIR, ENV_TOKEN
+
+_START = 30.0
+"""A coordinator that does not listen by then has failed to start."""
+_STARTS = 10
+"""Starts in a row that may fail of a coordinator that has listened before."""
+_STOP = 1.0
+"""How long it may take to end once nobody needs it."""
 
 HOST = "127.0.0.1"
 
@@ -43,7 +50,6 @@ class CoordinatorProcess:
     def __init__(
         self,
         supervisor: Supervisor,
-        settings: LauncherSettings,
         *,
         access: JobAccess,
         port: int,
@@ -52,7 +58,7 @@ class CoordinatorProcess:
         hang_seconds: float | None,
         directory: Path,
     ) -> None:
-        self._supervisor, self._settings, self._access, self._port = supervisor, settings, access, port
+        self._supervisor, self._access, self._port = supervisor, access, port
         self._limits = ["--heartbeat-limit", str(heartbeat_limit), "--rebalance-gain", str(rebalance_gain)]
         if hang_seconds is not None:
             self._limits += ["--hang-seconds", str(hang_seconds)]
@@ -78,10 +84,10 @@ class CoordinatorProcess:
             if not self.url:
                 raise CoordinatorFailed(trouble)
             self._crashes += 1
-            if self._crashes > self._settings.coordinator_starts:
+            if self._crashes > _STARTS:
                 raise CoordinatorFailed(f"the coordinator cannot be started again: {trouble}")
-            delay = self._settings.backoff_first * 2 ** (self._crashes - 1)
-            await asyncio.sleep(min(delay, self._settings.backoff_most))
+            delay = BACKOFF_FIRST * 2 ** (self._crashes - 1)
+            await asyncio.sleep(min(delay, BACKOFF_MOST))
 
     async def stop(self) -> None:
         process = self.process
@@ -89,7 +95,7 @@ class CoordinatorProcess:
             return
         process.send(signal.SIGINT)  # At once: nobody is left who should leave in order.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.coordinator_stop):
+            async with asyncio.timeout(_STOP):
                 await process.ended.wait()
                 return
         process.signal_group(signal.SIGKILL)
@@ -116,7 +122,7 @@ class CoordinatorProcess:
             return f"no process can be started: {error.strerror}"
         self.process = process
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.coordinator_start
+        deadline = loop.time() + _START
         while loop.time() < deadline:
             if url := self._read_url():
                 self.url = url
@@ -131,7 +137,7 @@ class CoordinatorProcess:
                 )
             await asyncio.sleep(0.01)
         process.signal_group(signal.SIGKILL)
-        return f"the coordinator does not listen after {self._settings.coordinator_start:g} s"
+        return f"the coordinator does not listen after {_START:g} s"
 
     def _read_url(self) -> str:
         try:

@@ -22,7 +22,6 @@ from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_target, check_trainer
 from virtualflow.launcher.profile import measure, target_of
-from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import (
@@ -46,6 +45,11 @@ from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import ChainProfile, DeviceProfile, read_profile, seconds_for
 from virtualflow.protocol.settings import MAX_WORKERS
 from virtualflow.protocol.wording import counted, milliseconds
+
+_MORE_FITS = 4
+"""Numbers of virtual nodes that ``virtualflow plan`` shows above the smallest that fits."""
+_TIMELINE_COLUMNS = 72
+"""Columns of its picture of the time."""
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 """One of them is there wherever torch finds a GPU: with NVIDIA's driver, on Jetson, under WSL, with ROCm."""
@@ -75,7 +79,7 @@ class PlanAnswer:
     """Why devices that were named take no part."""
 
 
-def plan(arguments: Namespace, settings: LauncherSettings) -> int:
+def plan(arguments: Namespace) -> int:
     """Print what fits; the exit code.
 
     Raises:
@@ -93,13 +97,13 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
         measured = measure(program, given, target, virtual_nodes=arguments.virtual_nodes, output=sys.stderr.buffer)
         complain(f"the profile is written to {target}")
         profiles = [measured, *profiles]
-    answer = answer_for(profiles, arguments, settings)
+    answer = answer_for(profiles, arguments)
     if arguments.trace is not None:
         _write_trace(Path(arguments.trace), answer, profiles)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
         return 0
-    parts = [describe_fits(each.device, each.batch, each.budget, each.fits, settings) for each in answer.memory]
+    parts = [describe_fits(each.device, each.batch, each.budget, each.fits) for each in answer.memory]
     if answer.advice is not None:
         parts.insert(0, "\n".join([describe_advice(answer.advice), *answer.left_out]))
     elif program is not None:
@@ -161,7 +165,7 @@ def _check_words(arguments: Namespace) -> None:
         check_target(Path(arguments.trace), "--trace")
 
 
-def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> PlanAnswer:
+def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace) -> PlanAnswer:
     without = [profile for profile in profiles if profile.chain is None]
     if without and arguments.devices is None:
         raise ConfigurationError(
@@ -170,7 +174,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
             "speed alone"
         )
     if arguments.devices is None:
-        planned = [_memory(profile, profile.chain, arguments, settings) for profile in profiles if profile.chain]
+        planned = [_memory(profile, profile.chain, arguments) for profile in profiles if profile.chain]
         return PlanAnswer(tuple(planned), None, ())
     asked = parse_devices(arguments.devices)
     found = {name: _profile_of(name, profiles) for name in asked}
@@ -181,7 +185,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
     batch = arguments.batch or profiles[0].batch_size
     for name, count in asked.items():
         try:
-            seconds, planned_memory = _speeds(found[name], batch, virtual_nodes, arguments, settings)
+            seconds, planned_memory = _speeds(found[name], batch, virtual_nodes, arguments)
         except DoesNotFit as error:
             left_out.append(f"{name} takes no part: {error}")
             continue
@@ -226,18 +230,18 @@ def _budget(chain: ChainProfile, arguments: Namespace) -> Budget:
     return Budget(device, host, arguments.optimizer)
 
 
-def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace, settings: LauncherSettings) -> DeviceFit:
+def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace) -> DeviceFit:
     budget, batch = _budget(chain, arguments), arguments.batch or profile.batch_size
     if arguments.virtual_nodes is None:
         with ProgressBar(f"planning for {profile.device}", 1.0) as progress:
-            fits = what_fits(chain, batch, budget, PlannerSettings(), more=settings.plan_rows, tell=progress.reach)
+            fits = what_fits(chain, batch, budget, PlannerSettings(), more=_MORE_FITS, tell=progress.reach)
     else:
-        fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget, settings),)
+        fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget),)
     return DeviceFit(profile.device, batch, budget, fits)
 
 
 def _speeds(
-    profile: DeviceProfile, batch: int, virtual_nodes: int, arguments: Namespace, settings: LauncherSettings
+    profile: DeviceProfile, batch: int, virtual_nodes: int, arguments: Namespace
 ) -> tuple[Mapping[int, float], list[DeviceFit]]:
     """Seconds of a micro-batch by how many virtual nodes are fused into it, and what fits of one alone.
 
@@ -263,7 +267,7 @@ def _speeds(
         inside = [width for width in widths if micro_batch * width in measured]
         return {width: seconds_for(profile, micro_batch * width) for width in inside}, []
     budget = _budget(profile.chain, arguments)
-    one = fit_or_refuse(profile.chain, batch, virtual_nodes, budget, settings)
+    one = fit_or_refuse(profile.chain, batch, virtual_nodes, budget)
     seconds: dict[int, float] = {}
     for width in widths:
         fused = one if width == 1 else fit(profile.chain, batch, virtual_nodes, budget, PlannerSettings(), fused=width)
@@ -273,9 +277,7 @@ def _speeds(
     return seconds, [DeviceFit(profile.device, batch, budget, (one,))]
 
 
-def fit_or_refuse(
-    chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: LauncherSettings
-) -> Fit:
+def fit_or_refuse(chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget) -> Fit:
     found = fit(chain, batch, virtual_nodes, budget, PlannerSettings())
     if found.plan is None:
         raise DoesNotFit(found.reason, found.smallest_bytes)
@@ -336,7 +338,7 @@ _COLUMNS = (
 _SIGNS = {"forward": "f", "recompute": "r", "backward": "b", "swap-out": "o", "swap-in": "i"}
 
 
-def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], settings: LauncherSettings) -> str:
+def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit]) -> str:
     """The table of the numbers of virtual nodes, and the plan of the fastest of them."""
     room, smallest = format_bytes(budget.device), next(fit for fit in fits if fit.plan is not None)
     fastest, plan = fastest_of(fits)
@@ -356,7 +358,7 @@ def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], 
     ]
     lines += [_row(fit) for fit in fits]
     lines += ["", f"with {number}: {plan.reason}"]
-    return "\n".join([*lines, *describe_plan(plan), *draw(plan.timeline, settings.plan_width)])
+    return "\n".join([*lines, *describe_plan(plan), *draw(plan.timeline, _TIMELINE_COLUMNS)])
 
 
 def describe_command(fits: Sequence[Fit], command: Sequence[str], device: str, host: str | None) -> str:

@@ -26,7 +26,7 @@ from virtualflow.launcher.job_control import CoordinatorCalls, JobControl, RunSt
 from virtualflow.launcher.log_relay import LogRelay, last_traceback
 from virtualflow.launcher.options import RunOptions
 from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, origin_of, write_results
-from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.settings import VERDICT_GRACE
 from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
 from virtualflow.launcher.usage import complain
@@ -36,14 +36,34 @@ from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Stat
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.live_view import page_address
+from virtualflow.protocol.settings import SignalSettings
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow.protocol.wording import counted, printable
+
+_SIGNALS = SignalSettings()
+_TICK = 0.2
+"""The runner looks at everything at least this often, whether or not news arrived."""
+CERTIFICATE_LIFETIME = 12 * 3_600.0
+"""A certificate of the processes of a job is valid for this long,"""
+CERTIFICATE_RENEWAL = 6 * 3_600.0
+"""and a new one is there after this long."""
+_LISTING_GRACE = 10.0
+"""A worker that a restarted coordinator has not heard from, beyond the heartbeat limit, is taken for hung."""
+_TRACEBACK_GRACE = 2.0
+"""A traceback on a worker's standard error is withheld this long: if it ends the job it is shown at the end."""
+_REPLAY = 1.5
+"""When another worker's output is relayed from now on: how far back its lines are caught up on."""
+_SLOW_PERIOD = 0.01
+"""A worker that a fault schedule slows down is stopped once in this time: seldom enough to be exact, often enough
+for its heartbeats."""
+_TAIL = 200
+"""Last lines of a worker's standard error that are kept for the message of its failure."""
 
 _SHOWN_OTHERWISE = ("change", "failed", "generation")
 """Kinds of events that are shown in another form."""
 
 
-def run(options: RunOptions, settings: LauncherSettings) -> int:
+def run(options: RunOptions) -> int:
     """Run a job to its end; the exit code.
 
     Raises:
@@ -52,11 +72,11 @@ def run(options: RunOptions, settings: LauncherSettings) -> int:
     job = registry.claim(options.name, options.suggestion)
     directory = Path(tempfile.mkdtemp(prefix="virtualflow-"))
     kept: Path | None = None
-    console = open_console(options.plain, settings)
+    console = open_console(options.plain)
 
     async def run_here() -> int:
         nonlocal kept
-        runner = Runner(options, settings, job, directory, console)
+        runner = Runner(options, job, directory, console)
         code = await runner.run()
         kept = runner.kept_logs
         return code
@@ -80,12 +100,11 @@ class Runner:
     def __init__(
         self,
         options: RunOptions,
-        settings: LauncherSettings,
         job: registry.RunningJob,
         directory: Path,
         console: JobConsole,
     ) -> None:
-        self._options, self._settings, self._job, self._console = options, settings, job, console
+        self._options, self._job, self._console = options, job, console
         self.kept_logs: Path | None = None
         """The directory of the processes' output, where that explains a failure."""
         self._logs = options.log_dir or directory / "logs"
@@ -97,9 +116,9 @@ class Runner:
         self._started = time.monotonic()
         self._state = RunState(options.workers)
         self._history = JobHistory()
-        self._table = WorkerTable(options.heartbeat_limit + settings.listing_grace)
-        self._throttle = Throttle(settings.slow_period)
-        self._relay = LogRelay(console.line, time.monotonic, replay=settings.replay, grace=settings.traceback_grace)
+        self._table = WorkerTable(options.heartbeat_limit + _LISTING_GRACE)
+        self._throttle = Throttle(_SLOW_PERIOD)
+        self._relay = LogRelay(console.line, time.monotonic, replay=_REPLAY, grace=_TRACEBACK_GRACE)
         self._wake = asyncio.Event()
         self._asking: list[asyncio.Task[None]] = []
         """Why workers ended before they joined, as far as was seen."""
@@ -110,7 +129,7 @@ class Runner:
             calls=self._calls,
             relay=self._relay,
             tell=console.event,
-            patience=settings.signals.patience,
+            patience=_SIGNALS.patience,
         )
         self._faults = FaultInjector(
             options.schedule,
@@ -119,14 +138,13 @@ class Runner:
             kill_coordinator=self._kill_coordinator,
             stop_after=options.stop_after,
         )
-        self._supervisor = Supervisor(self._process_ended, settings.tail)
-        lifetime = None if options.insecure_plaintext else settings.certificate_lifetime
+        self._supervisor = Supervisor(self._process_ended, _TAIL)
+        lifetime = None if options.insecure_plaintext else CERTIFICATE_LIFETIME
         self._access = registry.JobAccess(job, lifetime)
         self._renewed = time.time()
         """By the clock that certificates are valid by, which goes on while the machine sleeps."""
         self._coordinator = CoordinatorProcess(
             self._supervisor,
-            settings,
             access=self._access,
             port=options.port,
             heartbeat_limit=options.heartbeat_limit,
@@ -151,7 +169,7 @@ class Runner:
             if self._options.web:
                 address = page_address(url, access.token, self._job.name)
                 self._console.line("stderr", f"live page: {address}")
-            async with CoordinatorClient(url, access.credential, self._settings.signals) as client:
+            async with CoordinatorClient(url, access.credential, _SIGNALS) as client:
                 return await self._run_with(client)
         except CoordinatorFailed as error:
             self._state.shutdown = Shutdown("failed", time.monotonic(), str(error), started=False)
@@ -198,13 +216,12 @@ class Runner:
             command=command,
             supervisor=self._supervisor,
             history=self._history,
-            settings=self._settings,
             backoff_limit=self._options.backoff_limit,
         )
 
     async def _news(self) -> None:
         try:
-            async with asyncio.timeout(self._settings.tick):
+            async with asyncio.timeout(_TICK):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -283,7 +300,7 @@ class Runner:
 
     async def _ask_why(self, worker: WorkerProcess) -> None:
         try:
-            status = await self._client.status(self._settings.verdict_grace)
+            status = await self._client.status(VERDICT_GRACE)
         except (CoordinatorUnreachable, CallRefused):
             return  # What is known when the time for a verdict has passed will do.
         if status.phase in ENDED:
@@ -332,7 +349,7 @@ class Runner:
 
     def _renew(self) -> None:
         now = time.time()
-        if abs(now - self._renewed) >= self._settings.certificate_renewal:  # also if the clock was set
+        if abs(now - self._renewed) >= CERTIFICATE_RENEWAL:  # also if the clock was set
             self._renewed = now
             self._access.renew({str(worker.number) for worker in self._table.workers if not worker.alive})
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, LEAST_HEARTBEAT_LIMIT
-from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, LEAST_HEARTBEAT_LIMIT, MembershipSettings
 from virtualflow.launcher.usage import Number, Parser
 from virtualflow.protocol.environment import ABOVE_ZERO
 from virtualflow.protocol.settings import (
@@ -24,6 +23,19 @@ from virtualflow.protocol.settings import (
     VIRTUAL_NODES,
     WORKERS,
 )
+
+_MEMBERSHIP = MembershipSettings()
+_EXPLAIN_STEPS = 10
+"""Steps whose exchanges ``virtualflow explain`` measures; in the first one nothing begins early."""
+_CHECK_STEPS = 6
+"""Steps of each run of ``virtualflow check``: enough for a worker to join, and to show what has gone wrong."""
+_CHECK_WORKERS = 8
+"""The most workers of such a run: each is a process that holds the whole model."""
+_CHECK_LIMIT = 600.0
+"""How long such a run may take."""
+_TURN_LIMIT = 30.0
+"""``virtualflow turns``: how long a turn may take while others wait. It is far more than a step of a job that is
+worth packing, and what others lose by one that hangs."""
 
 # What the help of each command shows of its use; a test parses all of them.
 
@@ -54,7 +66,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 """By the command's name; of none of them: of all."""
 
 
-Subcommand = Callable[[argparse.Namespace, LauncherSettings], int]
+Subcommand = Callable[[argparse.Namespace], int]
 
 EXTERNAL = {
     "export": "write a checkpoint's weights as files that others read without this library",
@@ -69,7 +81,7 @@ _DAY = 86_400
 _LONGEST = 366 * _DAY
 
 
-def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettings) -> Parser:
+def build_parser(subcommands: Mapping[str, Subcommand]) -> Parser:
     """The parser of the whole command line; what it parses names its subcommand as ``action``."""
     parser = Parser(
         prog="virtualflow",
@@ -94,8 +106,8 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
         command.set_defaults(action=subcommands[name])
         return command
 
-    _add_run(add("run", "run a script or a manifest as processes of this machine"), settings)
-    _add_check(add("check", "run a script in several ways, and compare the bits of a few steps"), settings)
+    _add_run(add("run", "run a script or a manifest as processes of this machine"))
+    _add_check(add("check", "run a script in several ways, and compare the bits of a few steps"))
     status = add("status", "show what a running job is doing")
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job (optional; default: the one that runs)")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
@@ -122,13 +134,13 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
         )
     add("export", EXTERNAL["export"])
     _add_report(add("report", "make a page of the report of a job that is over"))
-    _add_coordinator(add("coordinator", "serve the coordinator of one job"), settings)
+    _add_coordinator(add("coordinator", "serve the coordinator of one job"))
     _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ", advanced=True))
-    _add_explain(add("explain", "run some steps, and say how their gradients travel and why", advanced=True), settings)
+    _add_explain(add("explain", "run some steps, and say how their gradients travel and why", advanced=True))
     _add_profile(add("profile", "measure a script on this device, for jobs to come", advanced=True))
     _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth it", advanced=True))
     add("simulate", EXTERNAL["simulate"], advanced=True)
-    _add_turns(add("turns", "lend this machine's devices in turns to jobs that share them", advanced=True), settings)
+    _add_turns(add("turns", "lend this machine's devices in turns to jobs that share them", advanced=True))
     return parser
 
 
@@ -155,7 +167,7 @@ _ABOVE_ZERO = _range(float, ABOVE_ZERO, _LONGEST, "it must be above 0 and at mos
 _WORKERS = _range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most")
 
 
-def _add_run(parser: Parser, settings: LauncherSettings) -> None:
+def _add_run(parser: Parser) -> None:
     parser.usage = "virtualflow run [OPTIONS] (SCRIPT [ARGS ...] | -m MODULE [ARGS ...] | -f JOB.yaml)"
     job = parser.add_argument_group("the job")
     job.add_argument(
@@ -191,7 +203,7 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     results.add_argument("--log-dir", metavar="DIR", help="keep the output of every process there")
     _add_checkpoints(parser.add_argument_group("checkpoints"))
     running = parser.add_argument_group("how it runs")
-    _add_membership(running, settings)
+    _add_membership(running)
     running.add_argument(
         "--on-non-finite",
         choices=tuple(ON_NON_FINITE),
@@ -259,8 +271,8 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--trust", metavar="PUBLIC.pem", help="resume also from those that these keys have signed")
 
 
-def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettings) -> None:
-    limit, gain = settings.membership.heartbeat_limit, settings.membership.rebalance_gain
+def _add_membership(parser: argparse._ActionsContainer) -> None:
+    limit, gain = _MEMBERSHIP.heartbeat_limit, _MEMBERSHIP.rebalance_gain
     parser.add_argument(
         "--heartbeat-limit",
         default=limit,
@@ -272,8 +284,8 @@ def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettin
         "--hang-seconds",
         metavar="S",
         help="declare a worker lost whose training thread makes no progress for S seconds while others wait for it "
-        f"(default: {settings.membership.hang_steps:g} times the job's slowest step, at least "
-        f"{settings.membership.hang_floor:g})",
+        f"(default: {_MEMBERSHIP.hang_steps:g} times the job's slowest step, at least "
+        f"{_MEMBERSHIP.hang_floor:g})",
         **_range(float, LEAST_HANG_LIMIT, _DAY, _SECONDS),
     )
     parser.add_argument(
@@ -313,7 +325,7 @@ def _add_steps(parser: Parser, steps: int, says: str) -> None:
     parser.add_argument("--steps", default=steps, metavar="N", help=says, **_AT_LEAST_1)
 
 
-def _add_check(parser: Parser, settings: LauncherSettings) -> None:
+def _add_check(parser: Parser) -> None:
     parser.usage = "virtualflow check [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Does a script come to the same bits however it is run? It makes a few steps on one worker, with another "
@@ -321,13 +333,13 @@ def _add_check(parser: Parser, settings: LauncherSettings) -> None:
         "joins and with one that is killed. Samples, gradients, state and metrics are compared; the first difference "
         "is named, with its usual cause."
     )
-    _add_steps(parser, settings.check_steps, "of each run")
+    _add_steps(parser, _CHECK_STEPS, "of each run")
     _add_virtual_nodes(parser, least=2, refusal="a check needs between {} and {}")
     parser.add_argument(
         "--workers",
-        default=settings.check_workers,
+        default=_CHECK_WORKERS,
         metavar="N",
-        help=f"the most of any run (default {settings.check_workers}, or the number of virtual nodes)",
+        help=f"the most of any run (default {_CHECK_WORKERS}, or the number of virtual nodes)",
         **_range(int, 2, MAX_WORKERS, "a check needs between {} and {}"),
     )
     parser.add_argument(
@@ -335,9 +347,9 @@ def _add_check(parser: Parser, settings: LauncherSettings) -> None:
     )
     parser.add_argument(
         "--timeout",
-        default=settings.check_limit,
+        default=_CHECK_LIMIT,
         metavar="S",
-        help=f"how long each run may take (default {settings.check_limit:g})",
+        help=f"how long each run may take (default {_CHECK_LIMIT:g})",
         **_ABOVE_ZERO,
     )
     _add_script(parser, required=True)
@@ -390,7 +402,7 @@ def _add_profile(parser: Parser) -> None:
     )
 
 
-def _add_explain(parser: Parser, settings: LauncherSettings) -> None:
+def _add_explain(parser: Parser) -> None:
     parser.usage = "virtualflow explain [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Run some steps of a training script and print, for each bucket of gradients, the way that it takes between "
@@ -399,7 +411,7 @@ def _add_explain(parser: Parser, settings: LauncherSettings) -> None:
     )
     workers = f"worker processes (default {EXPLAIN_WORKERS})"
     parser.add_argument("--workers", default=EXPLAIN_WORKERS, metavar="N", help=workers, **_WORKERS)
-    _add_steps(parser, settings.explain_steps, "that are run; nothing begins early in the first one")
+    _add_steps(parser, _EXPLAIN_STEPS, "that are run; nothing begins early in the first one")
     _add_virtual_nodes(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
     _add_script(parser, required=True)
@@ -451,7 +463,7 @@ def _add_plan(parser: Parser) -> None:
     parser.epilog = "What a script prints goes to standard error. Arguments that begin with a dash need -- before it."
 
 
-def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
+def _add_coordinator(parser: Parser) -> None:
     parser.description = (
         f"Serve the coordinator of one job, by the identity in the folder {ENV_IDENTITY} of the environment, or, "
         f"without one, in plaintext with the token {ENV_TOKEN}."
@@ -465,7 +477,7 @@ def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
         ("--minimum", "begin with no fewer workers than that"),
     ):
         parser.add_argument(option, default=1, metavar="N", help=f"{what} (default 1)", **_range(int, 1, MAX_WORKERS))
-    grace = settings.membership.startup_grace
+    grace = _MEMBERSHIP.startup_grace
     parser.add_argument(
         "--startup-grace",
         default=grace,
@@ -473,11 +485,11 @@ def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
         help=f"once the minimum is ready, wait S seconds for the others that are wanted (default {grace:g})",
         **_range(float, 0, _DAY, _SECONDS),
     )
-    _add_membership(parser, settings)
+    _add_membership(parser)
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write http://host:port there once it listens")
 
 
-def _add_turns(parser: Parser, settings: LauncherSettings) -> None:
+def _add_turns(parser: Parser) -> None:
     parser.description = (
         "Lend the devices of this machine to jobs that share them: while the gradients of one job are on their way, "
         "another computes. It serves all jobs that are run with --turns SOCKET, or VIRTUALFLOW_TURNS in their workers' "
@@ -486,9 +498,8 @@ def _add_turns(parser: Parser, settings: LauncherSettings) -> None:
     parser.add_argument("path", type=Path, metavar="SOCKET", help="where to listen: a path for a Unix socket")
     parser.add_argument(
         "--limit",
-        default=settings.turn_limit,
+        default=_TURN_LIMIT,
         metavar="S",
-        help="a turn that takes longer than S seconds ends for the sake of those who wait (default "
-        f"{settings.turn_limit:g})",
+        help=f"a turn that takes longer than S seconds ends for the sake of those who wait (default {_TURN_LIMIT:g})",
         **_range(float, ABOVE_ZERO, _DAY, "it must be above 0 and at most {1} seconds"),
     )

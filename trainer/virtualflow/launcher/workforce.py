@@ -14,7 +14,13 @@ from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.log_relay import last_traceback
 from virtualflow.launcher.registry import JobAccess
 from virtualflow.launcher.report import JobHistory
-from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT, LauncherSettings
+from virtualflow.launcher.settings import (
+    ALLOCATOR_ENVIRONMENT,
+    BACKOFF_FIRST,
+    BACKOFF_MOST,
+    FAILURE_GRACE,
+    VERDICT_GRACE,
+)
 from virtualflow.launcher.shutdown import Shutdown, end_signals
 from virtualflow.launcher.supervisor import Stream, Supervisor, describe_exit
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
@@ -37,6 +43,9 @@ from virtualflow.protocol.settings import (
 )
 from virtualflow.protocol.wording import counted
 
+_BACKOFF_RESET = 10.0
+"""Workers that crash further apart than this begin again with the first delay."""
+
 
 class Workforce:
     """The workers of one job: those whose process ended are judged, missing ones started, surplus ones drained.
@@ -53,13 +62,12 @@ class Workforce:
         command: WorkerCommand,
         supervisor: Supervisor,
         history: JobHistory,
-        settings: LauncherSettings,
         backoff_limit: int = BACKOFF_LIMIT,
     ) -> None:
         self._control, self._job, self._command = control, job, command
-        self._supervisor, self._history, self._settings = supervisor, history, settings
+        self._supervisor, self._history = supervisor, history
         self._backoff_limit = backoff_limit
-        self._waits = CrashWaits(settings.backoff_first, settings.backoff_most, settings.backoff_reset)
+        self._waits = CrashWaits(BACKOFF_FIRST, BACKOFF_MOST, _BACKOFF_RESET)
         self._crashes = Crashes()
         self._absent = AbsentEnds()
         self._faulty: set[int] = set()
@@ -87,7 +95,7 @@ class Workforce:
         self._report_gone()
 
     def end(self, shutdown: Shutdown, now: float) -> None:
-        signals = end_signals(shutdown, self._control.table.living(), now, self._settings.failure_grace)
+        signals = end_signals(shutdown, self._control.table.living(), now, FAILURE_GRACE)
         for worker in signals.terminate:
             worker.terminated = True
             worker.process.send(signal.SIGTERM)
@@ -119,7 +127,7 @@ class Workforce:
                 ),
                 said=_last_sentence(worker),
                 unknown=worker.unknown,
-                expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
+                expired=now - (worker.ended_at or now) > VERDICT_GRACE,
             )
             worker.judged = verdict.kind != "open"
             if verdict.kind == "lost":
