@@ -8,7 +8,6 @@ import virtualflow as vf
 from benchmarks.gpu.parts import Note, Setting
 from benchmarks.gpu.tasks import DeviceTask, optimizer_of, tasks
 from virtualflow.device import MemoryGauge
-from virtualflow.device.memory_gauge import MemorySettings
 
 VIRTUAL_NODES = (8, 64)
 STEPS = 4
@@ -34,7 +33,7 @@ def measure(setting: Setting, note: Note) -> None:
 def peak(task: DeviceTask, device: torch.device, virtual_nodes: int) -> tuple[int | None, int]:
     """The most bytes of a step beyond what was in use before, and those of all gradients."""
     model = task.model().to(device)
-    gauge = MemoryGauge(device, MemorySettings())
+    gauge = MemoryGauge(device)
     used: int | None = None
     with vf.elastic(
         model,

@@ -210,19 +210,6 @@ class SharingSettings:
 
 
 @dataclass(frozen=True)
-class KueueSettings:
-    """How Kueue is asked and followed."""
-
-    patience: float = 30.0
-    """An elastic job asks for all the workers that it lacks, and after this long without quota for half as many, then
-    half of those, down to one."""
-    relist: float = 300.0
-    """Workloads are listed anew this often, to heal what their watch has missed."""
-    reread: float = 60.0
-    """Flavors and priority classes are read again after this long."""
-
-
-@dataclass(frozen=True)
 class SimulationSettings:
     """What the simulator is set to: the policies, and what a change of a job's workers costs."""
 
@@ -349,7 +336,6 @@ class OperatorSettings:
     api: ApiSettings = field(default_factory=ApiSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
-    admission: KueueSettings = field(default_factory=KueueSettings)
     signals: SignalSettings = field(
         default_factory=lambda: SignalSettings(
             request_timeout=5.0,

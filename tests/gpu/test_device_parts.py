@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.data.rng import seeded
 from virtualflow.device import MemoryGauge
-from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.reduction import Accumulator, Reducer, choose_summation
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.bucket_exchange import flatten, unflatten
@@ -229,7 +228,7 @@ def test_random_numbers_follow_from_the_virtual_node(device: torch.device) -> No
 
 def test_memory_that_was_used_is_measured(device: torch.device) -> None:
     size = 64 << 20
-    gauge = MemoryGauge(device, MemorySettings())
+    gauge = MemoryGauge(device)
     gauge.begin()
     used = torch.ones(size, dtype=torch.uint8, device=device)
     del used

@@ -299,6 +299,8 @@ class ForeignPodWatch(Following[ForeignPod]):
 # The kind may not be there, or be installed later, so it is no business of kopf's.
 
 _UNKNOWN = "the Workloads have not been listed yet"
+_RELIST = 300.0
+"""Workloads are listed anew this often, to heal what their watch has missed."""
 
 
 class WorkloadWatch(Following[Workload]):
@@ -312,7 +314,7 @@ class WorkloadWatch(Following[Workload]):
     resource, labels = WORKLOADS, OURS
 
     def __init__(self, api: KubeApi, wake: Callable[[Key | None], None], settings: OperatorSettings) -> None:
-        super().__init__(api, settings, ObjectCache(read_workload), settings.admission.relist)
+        super().__init__(api, settings, ObjectCache(read_workload), _RELIST)
         self._wake = wake
         self._of_jobs: dict[Key, dict[str, Workload]] = {}
         self.trouble = _UNKNOWN

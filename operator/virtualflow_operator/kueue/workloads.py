@@ -47,6 +47,12 @@ from virtualflow_operator.settings import OperatorSettings
 
 # What is known of Kueue that concerns a job, and which of the job's Workloads is for what. Pure.
 
+REREAD = 60.0
+"""Flavors and priority classes are read again after so many seconds."""
+_PATIENCE = 30.0
+"""An elastic job asks for all the workers that it lacks, and after so many seconds without quota for half as many, then
+half of those, down to one."""
+
 
 @dataclass(frozen=True)
 class Kueue:
@@ -181,7 +187,7 @@ def keep_workloads(request: QuotaRequest, draft: Draft, status: JobStatus) -> No
         _delete(draft, workload)
     lacking = bool(kueue_priority(job)) and kueue.priority is None
     if lacking or kueue.refused or None in kueue.flavors.values():
-        draft.wake(request.now + request.settings.admission.reread)  # nothing tells when that is mended
+        draft.wake(request.now + REREAD)  # nothing tells when that is mended
     if chain.holding is not None and (chain.holding.evicted or request.waits):
         _leave(request, draft, chain, alone=not pods)
     elif not request.sound or lacking:
@@ -274,15 +280,14 @@ def _grow(request: QuotaRequest, draft: Draft, chain: WorkloadChain, caps: Mappi
     held, asking, spec = chain.holding, chain.asking, request.asked.spec
     assert held is not None
     total = sum(caps.values())
-    patience = request.settings.admission.patience
-    halvings = int(max(request.now - asking.created, 0.0) // patience) if asking is not None else 0
+    halvings = int(max(request.now - asking.created, 0.0) // _PATIENCE) if asking is not None else 0
     more = max((spec.desired - total) >> halvings, 1)
     sets = ask_for(request.asked, spread(total + more, spec.worker_groups, caps), elastic=True)
     if asking is None:
         _create(request, draft, sets, held)
         return
     if more > 1:
-        draft.wake(asking.created + patience * (halvings + 1))
+        draft.wake(asking.created + _PATIENCE * (halvings + 1))
     if {name: asked.count for name, asked in sets.items()} != {n: a.count for n, a in asking.pod_sets.items()}:
         counts = {name: asked.count for name, asked in sets.items()}
         _patch(draft, asking, {"spec": {"podSets": recount(asking.raw["spec"]["podSets"], counts)}})

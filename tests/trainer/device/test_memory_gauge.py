@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from virtualflow.device.memory_gauge import MemoryGauge, MemorySettings, group_room
+from virtualflow.device.memory_gauge import MemoryGauge, group_room
 from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 
 MEGABYTE = 1 << 20
 
 
 def test_the_peak_is_measured_and_forgotten() -> None:
-    gauge = MemoryGauge(torch.device("cpu"), MemorySettings())
+    gauge = MemoryGauge(torch.device("cpu"))
     gauge.begin()
     large = torch.ones(200 * MEGABYTE // 4)
     del large
@@ -35,8 +35,7 @@ def test_the_peak_is_measured_and_forgotten() -> None:
 _SCRIPT = """
 import torch
 from virtualflow.device import MemoryGauge
-from virtualflow.device.memory_gauge import MemorySettings
-gauge = MemoryGauge(torch.device("cpu"), MemorySettings())
+gauge = MemoryGauge(torch.device("cpu"))
 for _ in range(3):
     gauge.begin()
     blocks = [torch.ones(2 << 20) for _ in range(20)]
@@ -56,11 +55,11 @@ def test_what_was_freed_and_kept_before_is_used_all_the_same() -> None:
 
 
 def test_an_end_without_a_beginning_tells_nothing() -> None:
-    assert MemoryGauge(torch.device("cpu"), MemorySettings()).end() is None
+    assert MemoryGauge(torch.device("cpu")).end() is None
 
 
 def test_of_other_devices_nothing_is_known() -> None:
-    gauge = MemoryGauge(torch.device("meta"), MemorySettings())
+    gauge = MemoryGauge(torch.device("meta"))
     gauge.begin()
     assert gauge.end() is None
 

@@ -102,6 +102,10 @@ _PROCESS = Path("/proc/self")
 _MACHINE = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 _RESET_PEAK = "5"
+_DEVICE_SHARE = 0.85
+"""The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
+_MACHINE_SHARE = 0.5
+"""The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
 """What resets the peak of a process's resident memory when written to its ``clear_refs``."""
 
 
@@ -122,9 +126,8 @@ class MemoryGauge:
     stretch between is slower for it, since the kernel makes its pages anew.
     """
 
-    def __init__(self, device: torch.device, settings: MemorySettings) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._settings = settings
         self._base: int | None = None
 
     @property
@@ -153,14 +156,14 @@ class MemoryGauge:
             free, _ = torch.cuda.mem_get_info(self._device)
             whole = free + torch.cuda.memory_reserved(self._device)
             used = torch.cuda.max_memory_allocated(self._device) - base
-            return MemoryUse(used, int(self._settings.device_share * whole) - base)
+            return MemoryUse(used, int(_DEVICE_SHARE * whole) - base)
         used = max(0, status_bytes()["VmHWM"] - base)
         available = free_bytes(self._device)
         if available is None:
             return None
         # What this process has grown by meanwhile is part of what it could use.
         grown = max(0, status_bytes()["VmRSS"] - base)
-        return MemoryUse(used, int(self._settings.machine_share * (available + grown)))
+        return MemoryUse(used, int(_MACHINE_SHARE * (available + grown)))
 
 
 def _reset_resident() -> int | None:
@@ -207,15 +210,3 @@ def group_room(root: Path) -> int | None:
             return None
         return max(0, int(most) - used + int(lines.get(cache, 0)))
     return None
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """How much memory a worker may use."""
-
-    device_share: float = 0.85
-    """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
-    machine_share: float = 0.5
-    """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
-    kept: int = 128 << 20
-    """Freed memory that a worker on the CPU keeps across a change of the members, at most."""

@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from virtualflow.data import chunks
 from virtualflow.device import MemoryGauge, device_of
-from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.wording import counted
 from virtualflow.step.fusion_tuner import Tuner
@@ -144,11 +143,9 @@ class MicrobatchFusion(StepPart):
         cap: int | None,
         micro_batch: int,
         batch_norm: BatchNorm,
-        *,
-        memory: MemorySettings,
     ) -> None:
         self._tuner = Tuner(cap)
-        self._gauge = MemoryGauge(device_of(model), memory)
+        self._gauge = MemoryGauge(device_of(model))
         self._micro_batch = micro_batch
         self._assigned = range(0)
         self._began = 0.0

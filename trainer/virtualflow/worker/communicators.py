@@ -15,6 +15,9 @@ from virtualflow.transport import Communicator, Link, Signer
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.settings import WorkerSettings
 
+_KEPT = 128 << 20
+"""Bytes of freed memory that a worker on the CPU keeps across a change of the members, at most."""
+
 
 class Communicators:
     """Those that stand ready and those that are over; all of it is read and written under the link's lock.
@@ -48,7 +51,7 @@ class Communicators:
         self.retired: list[Communicator] = []
         self._closers: list[threading.Thread] = []
         self._closed = False
-        self._freed = FreedMemory(settings.memory.kept)
+        self._freed = FreedMemory(_KEPT)
 
     def __contains__(self, generation: m.Generation) -> bool:
         return generation in self._prepared

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from virtualflow.device.memory_gauge import MemorySettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.checkpointing import VolumeSettings
@@ -59,7 +58,6 @@ class WorkerSettings:
     copy: CopySettings = field(default_factory=CopySettings)
     turns: TurnSettings = field(default_factory=TurnSettings)
     memory_copy: MemoryCopySettings = field(default_factory=MemoryCopySettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
     volume: VolumeSettings = field(default_factory=VolumeSettings)
     watch: StateWatchSettings = field(default_factory=StateWatchSettings)

@@ -384,7 +384,7 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
 
 def _open_fusion(request: Request, source: Source) -> MicrobatchFusion | None:
     cap = request.environment.max_fused or request.options.max_fused
-    memory, settings = request.memory, request.settings
+    memory = request.memory
     by_themselves = request.backward is not None or (memory is not None and memory.device is not None)
     if request.bitwise or not source.fuses or by_themselves or cap == 1:
         return None
@@ -393,7 +393,6 @@ def _open_fusion(request: Request, source: Source) -> MicrobatchFusion | None:
         cap,
         request.micro_batch,
         request.options.batch_norm,
-        memory=settings.memory,
     )
 
 
