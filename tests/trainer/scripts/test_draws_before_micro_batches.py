@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -48,15 +49,25 @@ def warned(job: ElasticJob) -> list[str]:
     return [event.text for event in job.status().events if "draws random numbers before" in event.text]
 
 
-def test_they_are_the_same_in_all_workers_that_have_read_the_steps_number(
-    start_job: Callable[..., ElasticJob],
-) -> None:
-    reference = alone(mixes)
-    assert alone(mixes) == reference
-    job = start_job(mixes, True, "worker-1", workers=2, hold=4)
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "not read"])
+def test_they_are_the_same_in_a_joiner(start_job: Callable[..., ElasticJob], reads: bool) -> None:
+    reference = alone(mixes, reads)
+    assert alone(mixes, reads) == reference
+    job = start_job(mixes, reads, "worker-1", workers=2, hold=4)
     job.reach(4)
     job.join()
     assert job.results() == [reference] * 2
+    assert warned(job) == []
+
+
+def test_a_leader_that_has_joined_tells_later_joiners(start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(mixes, False, workers=1, hold=4)
+    job.reach(4)
+    job.join()
+    job.reach(6)
+    job.kill("worker-0")
+    job.join()
+    assert job.results() == [alone(mixes, False)] * 2
     assert warned(job) == []
 
 
@@ -72,14 +83,24 @@ def test_they_are_the_same_behind_a_checkpoint(start_job: Callable[..., ElasticJ
     assert job.results() == [reference]
 
 
-def test_a_script_that_has_not_read_it_is_warned(start_job: Callable[..., ElasticJob]) -> None:
-    job = start_job(mixes, False, workers=2)
-    assert job.results() == [alone(mixes, False)] * 2
+def test_a_joiner_that_nobody_could_tell_is_named(start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(mixes, False, workers=1, hold=4)
+    job.reach(4)
+    history = job.coordinator.state.history
+    assert history.progress is not None
+    history.progress = msgspec.structs.replace(history.progress, draws_early=False)  # as one that was replaced just now
+    job.join()
+    job.finish()
     (said,) = warned(job)
-    assert "read step.number before they are drawn" in said
+    assert "worker-1 has not joined yet" in said
 
 
-def test_a_script_that_draws_nothing_there_is_not_warned(start_job: Callable[..., ElasticJob]) -> None:
-    job = start_job(mixes, False, "", False, workers=1)
-    assert job.results() == [alone(mixes, False, "", False)]
+def test_joiners_of_a_script_that_draws_nothing_there_warm_up(start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(mixes, False, "", False, workers=1, hold=4)
+    job.reach(4)
+    progress = job.coordinator.state.history.progress
+    assert progress is not None
+    assert not progress.draws_early
+    job.join()
+    assert job.results() == [alone(mixes, False, "", False)] * 2
     assert warned(job) == []

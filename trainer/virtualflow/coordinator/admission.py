@@ -114,7 +114,8 @@ def _greet(
     limit = state.settings.heartbeat_limit
     heartbeat = min(limit, state.settings.hang_limit or state.settings.hang_floor) / HEARTBEATS
     step, hold = state.history.step, state.hold_in_run
-    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit, state.record_interval)
+    early = state.history.progress is not None and state.history.progress.draws_early
+    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit, state.record_interval, early)
     state.send(hello.incarnation, welcome)
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)

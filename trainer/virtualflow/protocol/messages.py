@@ -317,6 +317,8 @@ class Progress(Base, frozen=True, tag="progress"):
     phase: Literal["training", "evaluating"]
     step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
     non_finite: NonFinite | None = None
+    draws_early: bool = False
+    """The script draws random numbers before the micro-batches of a step: a joiner joins before it does."""
 
 
 class Resumed(Base, frozen=True, tag="resumed"):
@@ -439,6 +441,8 @@ class Welcome(Base, frozen=True, tag="welcome"):
     """Bytes of the largest copy of a state that the coordinator keeps in its memory; 0: it keeps none."""
     record: Seconds = 0.0
     """How often the first few members fetch the record of the job (``job_record``); 0: there is none."""
+    draws_early: bool = False
+    """As in :class:`Progress`, if it was told."""
 
 
 class Lease(Base, frozen=True, tag="lease"):

@@ -52,8 +52,9 @@ _ANOTHER_PASS = (
     "epochs; leave out the loop around it, and use step.epoch and step.ends_epoch"
 )
 _EARLY_DRAWS = (
-    "the script draws random numbers before the micro-batches of a step, where a worker that joins has not joined yet "
-    "and draws others; read step.number before they are drawn, or draw them in the loop over the micro-batches"
+    "the script draws random numbers before the micro-batches of a step, and {worker} has not joined yet and drew "
+    "others for its first step, since the coordinator did not know of it; read step.number before they are drawn, or "
+    "draw them in the loop over the micro-batches"
 )
 BETWEEN = "running the script's code after the inner loop"
 _NOTHING = nullcontext()
@@ -103,7 +104,7 @@ class Loop:
         if context.checkpointer.writes or context.update.shards is not None:
             self._saving = Saving(context.checkpointer, context.session, context.membership, context.training)
         self._undrawn: tuple[object, ...] | None = None
-        """Where the random streams were at the beginning of the present step, if it is the first."""
+        """Where the random streams were at the beginning of the present step, if it is this worker's first."""
         self._stream = (0, 0)
         """What the random streams of the script's present code follow from, beside the seed."""
         device = device_of(context.request.model)
@@ -124,16 +125,17 @@ class Loop:
         check_left_behind(context.training.knows, optimizers_of(context.training.optimizer))
         if self._state.running:
             self._repetition = None  # others have proved it
-        else:
+        if not self._state.running or self._state.draws_early:
             context.membership.join()
+        if not self._state.running:
             self._look_ahead()
+        first = context.session.coordinated
         while not self._state.has_state or not context.training.is_over:
             self._between_steps()
             step = self._open_step = Step(self)
             if self._state.has_state:
                 self._seed_before_step()
-                first = not context.training.completed_steps and context.session.coordinated and self._state.leader
-                self._undrawn = read_generators() if first else None
+            self._undrawn, first = read_generators() if first else None, False
             self._guard.place = "between steps"
             try:
                 yield step
@@ -239,11 +241,15 @@ class Loop:
         It gets one micro-batch through the user's loop and forgets what came of it: kernels are chosen, allocators
         and loader processes are warm when it enters.
         """
+        drawn = self._undrawn is not None and self._undrawn != read_generators()
         if self._state.has_state:
-            # Nobody has read the step's number: a joiner would be here, too.
-            if self._undrawn is not None and self._undrawn != read_generators():
-                self.context.session.note("warning", _EARLY_DRAWS)
+            if drawn and not self._state.draws_early:
+                self._state.draws_early = True
+                self.context.reporter.progress(now=True)
             return
+        if drawn:
+            self._state.draws_early = True
+            self.context.session.note("warning", _EARLY_DRAWS.format(worker=self.context.session.worker))
         self._activity.mark("warming up", 0)
         attempt = Attempt(0, batch=self.context.loading.first())
         self.context.update.begin(range(1))

@@ -70,6 +70,8 @@ class MemberState:
     total_steps: int | None = None
     running: bool = False
     """Whether the job ran already when this worker was connected."""
+    draws_early: bool = False
+    """Whether the script is known to draw random numbers before the micro-batches of a step."""
     ready: bool = False
     failing: bool = False
     """Whether this worker has failed before it was connected, and connects to say so."""

@@ -68,6 +68,7 @@ class Reporter(StepPart):
             self._phase,
             self._stopwatch.latest_ms,
             training.non_finite,
+            session.state.draws_early,
         )
         session.send(progress)
 

@@ -96,7 +96,7 @@ class Session:
         if self.link.run_over is not None:
             raise RunIsOver(self.link.run_over)
         assert self.link.welcome is not None
-        self.state.running = self.link.welcome.running
+        self.state.running, self.state.draws_early = self.link.welcome.running, self.link.welcome.draws_early
 
     def connect(self) -> bool:
         """Whether there is a connection on which to report something, made now if need be."""
