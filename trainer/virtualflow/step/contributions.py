@@ -97,7 +97,7 @@ class Contributions:
         unknown = {name: value for name, value in found.items() if name not in self._changed}
         if unknown:
             self._changed |= self._buffers.changed(unknown)
-        return [value.to(SUMMED_AS.get(value.dtype, value.dtype)) for value in found.values()]
+        return [value.to(SUMMED_AS[value.dtype]) if value.dtype in SUMMED_AS else value for value in found.values()]
 
     def note_sent(self, early: Early | None, steady: bool) -> None:
         """Some gradients have set out already, and stayed ``steady`` or not: those that were sent are others then."""
