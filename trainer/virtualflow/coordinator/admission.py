@@ -63,6 +63,7 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     for change in hello.changes:
         state.history.merge_change(change, fresh=False)
     state.history.reached(hello.step)
+    state.history.draws_early |= hello.draws_early
     if hello.total_steps is not None:
         state.history.total_steps = hello.total_steps
     _greet(state, hello, worker, known, now, protocol)
@@ -114,8 +115,8 @@ def _greet(
     limit = state.settings.heartbeat_limit
     heartbeat = min(limit, state.settings.hang_limit or state.settings.hang_floor) / HEARTBEATS
     step, hold = state.history.step, state.hold_in_run
-    early = state.history.progress is not None and state.history.progress.draws_early
-    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit, state.record_interval, early)
+    copy, record, early = state.copy_limit, state.record_interval, state.history.draws_early
+    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, copy, record, early)
     state.send(hello.incarnation, welcome)
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)

@@ -118,6 +118,8 @@ class History:
         self.series = Series()
         self.goodput = Goodput()
         self.progress: m.Progress | None = None
+        self.draws_early = False
+        """Whether anybody has told that the script draws random numbers before the micro-batches of a step."""
         self.step = 0
         self.highest_step = 0
         """Of all steps that were ever reported: a restart from a checkpoint repeats what is between."""
@@ -138,6 +140,7 @@ class History:
         self.series = Series()
         self.progress = self.total_steps = self.result = self.non_finite = self.checkpoint = None
         self.step = self.highest_step = 0
+        self.draws_early = False
 
     def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:
         self._number += 1
@@ -165,6 +168,7 @@ class History:
         self.progress, self.step = progress, progress.step
         self.highest_step = max(self.highest_step, progress.step)
         self.total_steps = progress.total_steps
+        self.draws_early |= progress.draws_early
         return forward
 
     def take_checkpoint(self, told: m.CheckpointState) -> str | None:

@@ -60,8 +60,9 @@ def seed_process(value: int) -> None:
 
 
 def read_generators() -> tuple[object, ...]:
-    """Where this process's global generators on the host are: equal as long as nobody draws from them."""
-    ours = torch.get_rng_state().numpy().tobytes(), random.getstate()
+    """Where this process's global generators are: equal as long as nobody draws from them."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    ours = random.getstate(), *(state.numpy().tobytes() for state in (torch.get_rng_state(), *devices))
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return ours

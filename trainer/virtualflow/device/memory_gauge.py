@@ -101,11 +101,11 @@ def kilobytes(text: str) -> dict[str, int]:
 _PROCESS = Path("/proc/self")
 _MACHINE = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
-_RESET_PEAK = "5"
 _DEVICE_SHARE = 0.85
 """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
 _MACHINE_SHARE = 0.5
 """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
+_RESET_PEAK = "5"
 """What resets the peak of a process's resident memory when written to its ``clear_refs``."""
 
 

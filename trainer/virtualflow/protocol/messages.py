@@ -212,6 +212,8 @@ class Hello(Base, frozen=True, tag="hello"):
     """Bytes of its device's memory for the training; ``None``: nobody says."""
     run: RunNumber = 1
     runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=limits.MAX_RUNS)] = ()
+    draws_early: bool = False
+    """The script draws random numbers before the micro-batches of a step: a joiner joins before it does."""
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -260,7 +262,7 @@ class Stacks(Base, frozen=True, tag="stacks"):
 
 
 class Ready(Base, frozen=True, tag="ready"):
-    """The model is built and warm: this worker can enter a generation."""
+    """The model is built, and warm unless the script draws early: this worker can enter a generation."""
 
 
 class Prepared(Base, frozen=True, tag="prepared"):
@@ -318,7 +320,7 @@ class Progress(Base, frozen=True, tag="progress"):
     step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
     non_finite: NonFinite | None = None
     draws_early: bool = False
-    """The script draws random numbers before the micro-batches of a step: a joiner joins before it does."""
+    """As in :class:`Hello`."""
 
 
 class Resumed(Base, frozen=True, tag="resumed"):
@@ -427,7 +429,7 @@ FromWorker = _Presence | _Membership | Pace | Progress | Resumed | Failed | Done
 
 
 class Welcome(Base, frozen=True, tag="welcome"):
-    """The answer to Hello. ``running``: others are training already, so a joiner should warm up before it is ready."""
+    """The answer to Hello. ``running``: others are training already, so a joiner warms up unless ``draws_early``."""
 
     running: bool
     step: Count
@@ -442,7 +444,7 @@ class Welcome(Base, frozen=True, tag="welcome"):
     record: Seconds = 0.0
     """How often the first few members fetch the record of the job (``job_record``); 0: there is none."""
     draws_early: bool = False
-    """As in :class:`Progress`, if it was told."""
+    """As in :class:`Hello`, if anybody has told."""
 
 
 class Lease(Base, frozen=True, tag="lease"):

@@ -37,7 +37,7 @@ _UNTOLD = -1.0
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 HOW_TO_END = (
     "end the training by steps=, step.number or step.metrics: a counter of the script's own begins anew in a joiner, "
-    "and a loss in the inner loop is of this worker's micro-batch alone"
+    "and a loss in the inner loop is of one worker's micro-batch alone"
 )
 """For a script whose workers leave the loop after different steps."""
 

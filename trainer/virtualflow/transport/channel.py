@@ -1,4 +1,4 @@
-"""Connections to peers: frames of bytes, each with its length and checksum, sent and received in order.
+"""Connections to peers: frames of bytes, each with its length and a checksum, or sealed, in their order.
 
 Nothing of a channel waits. Whoever waits for frames (:class:`Lane`) polls the connections, lets each move what it can,
 and looks at the news between, so a wait can be given up at any time, and nothing moves any more behind it. A peer whose
@@ -9,7 +9,7 @@ What arrives as something else than what was sent is not used. TCP's own checksu
 network card takes over; memory, cards and switches damage data behind its back (Stone and Partridge, "When the CRC and
 TCP checksum disagree", SIGCOMM 2000). XXH3 reads at the speed of memory, so that the sender hashes what it is about to
 send, and the receiver what it is about to use, while that is in the caches. It finds faults; it is no guard against
-somebody who makes them. Against them a sealed frame has tags, in the checksum's place.
+somebody who makes them. Against such people a frame is sealed: tags take the checksum's place.
 
 A sealed frame is a sealed length and sealed pieces of the content (AES-256-GCM), each with a tag of 16 bytes. Pieces
 let a large frame be sealed while what is before it is on its way. A piece's number is its nonce: what is lost,

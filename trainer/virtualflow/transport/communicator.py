@@ -3,8 +3,8 @@
 A communicator is built in a background thread while its predecessor serves the training. Its rendezvous (one address a
 member) goes through the coordinator, so no member hosts a store whose death would matter. Every block goes from each
 member straight to each other one, by the thread that waits for it: with workers that keep all processors busy, each hop
-to a thread of a library's and back takes longer than the wire. All that is sent bears a checksum (``channel``) or is
-sealed (``channel``), and is looked at before anybody uses it.
+to a thread of a library's and back takes longer than the wire. All that is sent bears a checksum or is sealed
+(``channel``), and is looked at before anybody uses it.
 
 All of them are CPU tensors; those of an accelerator are staged by the caller (``reduction``).
 """

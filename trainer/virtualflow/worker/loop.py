@@ -52,10 +52,12 @@ _ANOTHER_PASS = (
     "epochs; leave out the loop around it, and use step.epoch and step.ends_epoch"
 )
 _EARLY_DRAWS = (
-    "the script draws random numbers before the micro-batches of a step, and {worker} has not joined yet and drew "
-    "others for its first step, since the coordinator did not know of it; read step.number before they are drawn, or "
-    "draw them in the loop over the micro-batches"
+    "the script draws random numbers before the micro-batches of a step, and {worker} drew others for its first one, "
+    "as nobody had told the coordinator of that; read step.number before they are drawn, or draw them in the loop over "
+    "the micro-batches"
 )
+_FIRST_STEPS = 3
+"""Of a worker, in which it looks for early draws."""
 BETWEEN = "running the script's code after the inner loop"
 _NOTHING = nullcontext()
 
@@ -104,7 +106,7 @@ class Loop:
         if context.checkpointer.writes or context.update.shards is not None:
             self._saving = Saving(context.checkpointer, context.session, context.membership, context.training)
         self._undrawn: tuple[object, ...] | None = None
-        """Where the random streams were at the beginning of the present step, if it is this worker's first."""
+        """Where the random streams were at the beginning of the present step, while early draws are looked for."""
         self._stream = (0, 0)
         """What the random streams of the script's present code follow from, beside the seed."""
         device = device_of(context.request.model)
@@ -129,13 +131,14 @@ class Loop:
             context.membership.join()
         if not self._state.running:
             self._look_ahead()
-        first = context.session.coordinated
+        looks = _FIRST_STEPS if context.session.coordinated and context.request.bitwise else 0
         while not self._state.has_state or not context.training.is_over:
             self._between_steps()
             step = self._open_step = Step(self)
             if self._state.has_state:
                 self._seed_before_step()
-            self._undrawn, first = read_generators() if first else None, False
+            self._undrawn = read_generators() if looks and not self._state.draws_early else None
+            looks = max(0, looks - 1)
             self._guard.place = "between steps"
             try:
                 yield step
@@ -203,6 +206,7 @@ class Loop:
             self._saving.save_if_due(over=self.context.training.is_over)
 
     def join(self) -> tuple[int, int]:
+        self._look_for_draws()
         enters = not self._state.has_state
         self.context.membership.join()
         if enters:
@@ -241,15 +245,9 @@ class Loop:
         It gets one micro-batch through the user's loop and forgets what came of it: kernels are chosen, allocators
         and loader processes are warm when it enters.
         """
-        drawn = self._undrawn is not None and self._undrawn != read_generators()
+        self._look_for_draws()
         if self._state.has_state:
-            if drawn and not self._state.draws_early:
-                self._state.draws_early = True
-                self.context.reporter.progress(now=True)
             return
-        if drawn:
-            self._state.draws_early = True
-            self.context.session.note("warning", _EARLY_DRAWS.format(worker=self.context.session.worker))
         self._activity.mark("warming up", 0)
         attempt = Attempt(0, batch=self.context.loading.first())
         self.context.update.begin(range(1))
@@ -261,6 +259,17 @@ class Loop:
         finally:
             self._guard.place = "between steps"
         self._abandon()
+
+    def _look_for_draws(self) -> None:
+        """Whether the script has drawn random numbers since it got the step, which a joiner has not joined yet."""
+        undrawn, self._undrawn = self._undrawn, None
+        if undrawn is None or undrawn == read_generators():
+            return
+        self._state.draws_early = True
+        if self._state.has_state:
+            self.context.reporter.progress(now=True)
+        else:
+            self.context.session.note("warning", _EARLY_DRAWS.format(worker=self.context.session.worker))
 
     def _abandon(self) -> None:
         self.context.update.abandon()

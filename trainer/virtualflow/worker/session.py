@@ -437,6 +437,7 @@ class Session:
             reproducibility=state.reproducibility,
             device=state.device,
             self_test=state.self_test,
+            draws_early=state.draws_early,
             heard=m.NO_GENERATION if newest is None else newest.generation,
             floor=state.floor if newest is None else max(state.floor, newest.generation),
             failing=state.failing,
