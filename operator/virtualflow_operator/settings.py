@@ -356,6 +356,8 @@ class OperatorSettings:
     """How often a running job's step, loss and speed are written to its status (``--progress-seconds``)."""
     coordinator_patience: float = 10.0
     """A coordinator that runs and does not answer for this long is replaced."""
+    kueue_reread: float = 60.0
+    """Flavors and priority classes of Kueue are read again after this long."""
     refused_retry: float = 30.0
     """A coordinator that refused the token is asked again after this long."""
     unschedulable_patience: float = 30.0

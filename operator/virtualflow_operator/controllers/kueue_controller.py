@@ -28,7 +28,7 @@ from virtualflow_operator.k8s import (
     Resource,
     WorkloadWatch,
 )
-from virtualflow_operator.kueue import REREAD, CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
+from virtualflow_operator.kueue import CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class KueueController:
     async def _named(self, resource: Resource, name: str) -> Object | None:
         """An object of the cluster's, as it was lately; one that was not there is looked for again."""
         at, body = self._read.get((resource, name), (0.0, None))
-        if body is None or time.monotonic() > at + REREAD:
+        if body is None or time.monotonic() > at + self._settings.kueue_reread:
             try:
                 body = await self._api.get(resource, None, name)
             except (NotFound, Forbidden) as error:

@@ -5,7 +5,6 @@ A satellite: only the operator's admissions load it, for the first job with the 
 
 from virtualflow_operator.kueue.admission import KueueAdmission
 from virtualflow_operator.kueue.workloads import (
-    REREAD,
     CreateWorkload,
     DeleteWorkload,
     Kueue,

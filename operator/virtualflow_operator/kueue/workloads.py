@@ -47,8 +47,6 @@ from virtualflow_operator.settings import OperatorSettings
 
 # What is known of Kueue that concerns a job, and which of the job's Workloads is for what. Pure.
 
-REREAD = 60.0
-"""Flavors and priority classes are read again after so many seconds."""
 _PATIENCE = 30.0
 """An elastic job asks for all the workers that it lacks, and after so many seconds without quota for half as many, then
 half of those, down to one."""
@@ -187,7 +185,7 @@ def keep_workloads(request: QuotaRequest, draft: Draft, status: JobStatus) -> No
         _delete(draft, workload)
     lacking = bool(kueue_priority(job)) and kueue.priority is None
     if lacking or kueue.refused or None in kueue.flavors.values():
-        draft.wake(request.now + REREAD)  # nothing tells when that is mended
+        draft.wake(request.now + request.settings.kueue_reread)  # nothing tells when that is mended
     if chain.holding is not None and (chain.holding.evicted or request.waits):
         _leave(request, draft, chain, alone=not pods)
     elif not request.sound or lacking:

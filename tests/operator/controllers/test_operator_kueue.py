@@ -150,7 +150,7 @@ def test_an_elastic_job_grows_and_shrinks_without_leaving(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_job_waits_until_there_is_a_kueue_and_goes_on_without_its_label(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.start("--kueue", admission__reread=0.2)
+        stage.start("--kueue", kueue_reread=0.2)
         stage.server.add(labelled())
         stage.apply("free")
         await stage.until(lambda: stage.trains("free", 2))
