@@ -20,6 +20,9 @@ pytest.importorskip("lightning", reason="needs lightning: make test-all installs
 from lightning.pytorch import Callback, LightningModule
 from lightning_scripts import Classifier, fit, train
 
+from virtualflow.integrations.lightning import Story
+from virtualflow.state import digests
+
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
@@ -61,6 +64,17 @@ def test_it_accumulates_as_the_trainer_does(options: dict[str, Any], tmp_path: P
     assert files(tmp_path / "elastic") == files(tmp_path / "plain")
     for name in ("last.ckpt", "steps/step=8.ckpt"):
         assert counts(tmp_path / "elastic" / name) == counts(tmp_path / "plain" / name)
+
+
+def test_where_a_run_writes_is_no_part_of_its_result(tmp_path: Path) -> None:
+    stories = []
+    for _ in range(2):  # in one folder: the second makes new files beside those of the first
+        trainer, _, _, _ = fit(str(tmp_path))
+        stories.append(Story(trainer, trainer.fit_loop.epoch_loop.notes))
+    one, two = (story.state_dict() for story in stories)
+    assert one["versions"] != two["versions"]
+    assert digests.content_hash(one["callbacks"]) != digests.content_hash(two["callbacks"])
+    assert digests.content_hash(stories[0].result_dict()) == digests.content_hash(stories[1].result_dict())
 
 
 def counts(checkpoint: Path) -> Any:

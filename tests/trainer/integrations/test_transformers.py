@@ -128,6 +128,19 @@ def test_it_goes_on_from_the_newest_checkpoint_that_is_complete(tmp_path: Path) 
         build("bert", tmp_path / "nowhere").train(resume_from_checkpoint=True)
 
 
+def test_where_a_run_writes_is_no_part_of_its_result(tmp_path: Path) -> None:
+    from virtualflow.integrations.transformers import Story
+
+    stories = []
+    for name in ("one", "two"):
+        trainer = build("bert", tmp_path / name)
+        trainer.train()
+        assert trainer.state.best_model_checkpoint.startswith(str(tmp_path / name))
+        stories.append(Story(trainer))
+    assert stories[0].state_dict() != stories[1].state_dict()
+    assert stories[0].result_dict() == stories[1].result_dict()
+
+
 def test_what_it_saves_is_loaded_without_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

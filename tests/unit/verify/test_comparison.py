@@ -102,6 +102,11 @@ CASES: dict[str, tuple[Callable[[Run], None], str, str]] = {
         "before the first step: parameter a",
         "seed with torch.manual_seed(0)",
     ),
+    "a name of each run's own": (
+        lambda run: change(run, Began, 1, "state", {"state of logger, folder": "'run-7'"}),
+        "before the first step: state of logger, folder",
+        "keep that name out of the state",
+    ),
     "code after a step": (
         lambda run: change(run, Began, 3, "state", {"parameter a": "x"}),
         "step 2, after the code behind it: parameter a",

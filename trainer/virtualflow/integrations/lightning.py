@@ -117,6 +117,13 @@ class Story:
             "stops": self._trainer.should_stop,
         }
 
+    def result_dict(self) -> dict[str, Any]:
+        """Return it without what follows from where this run writes: each makes a new ``lightning_logs/version_N``."""
+        state = self.state_dict()
+        del state["versions"]
+        writers = {name for name, each in self._callbacks.items() if isinstance(each, Checkpoint)}
+        return state | {"callbacks": {name: of for name, of in state["callbacks"].items() if name not in writers}}
+
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer, connector = self._trainer, self._trainer._logger_connector
         results, device = trainer.fit_loop.epoch_loop._results, trainer.lightning_module.device

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -56,8 +56,15 @@ class Story:
 
     def state_dict(self) -> dict[str, str]:
         """Return it, the same on all workers: without the times that each has taken."""
+        return self._told(_OWN)
+
+    def result_dict(self) -> dict[str, str]:
+        """Return it without what follows from where this run writes."""
+        return self._told(_OWN | {"best_model_checkpoint"})
+
+    def _told(self, left_out: Set[str]) -> dict[str, str]:
         trainer = self._trainer
-        state = {name: value for name, value in asdict(trainer.state).items() if name not in _OWN}
+        state = {name: value for name, value in asdict(trainer.state).items() if name not in left_out}
         state["log_history"] = [
             {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
             for entry in state["log_history"]

@@ -270,6 +270,14 @@ class Companions:
         """Their states, by reference."""
         return {name: self._objects[name].state_dict() for name in self.names}
 
+    def results(self) -> dict[str, Any]:
+        """Of their states what two runs of a script have in common, so not where each has written its files.
+
+        An object that holds more has a ``result_dict`` beside its ``state_dict``.
+        """
+        objects = ((name, self._objects[name]) for name in self.names)
+        return {name: getattr(given, "result_dict", given.state_dict)() for name, given in objects}
+
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Let them load what :meth:`capture` gave, on the devices where their tensors are; nothing is shared."""
         for name in self.names:

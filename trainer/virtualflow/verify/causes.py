@@ -46,6 +46,10 @@ _UNSEEDED = Cause(
     "not seeded, by the order in which a directory lists its files",
     "seed with torch.manual_seed(0) before the model is built, and sort what is listed",
 )
+_NAMED = Cause(
+    "each run names something by itself: a folder that it makes, a time, the number of a process",
+    "keep that name out of the state of what is given to vf.elastic(state=...), or let all runs have the same",
+)
 _STEP_CODE = Cause(
     "the code after a step does something else in some workers: under run.leader, by what only that worker has seen, "
     "or by a count of its own that begins anew in a worker that joins",
@@ -104,12 +108,12 @@ def explain(difference: Difference, variation: Variation) -> Cause:
     if variation == "hash seed":
         return _HASHES
     if variation == "nothing":
-        return _UNSEEDED
+        return _of_each_run(difference)
     if variation == "resume":
         return _RESUMED
     match difference.stage:
         case "start":
-            return _UNSEEDED
+            return _of_each_run(difference)
         case "behind":
             return _STEP_CODE
         case "samples":
@@ -125,6 +129,11 @@ def explain(difference: Difference, variation: Variation) -> Cause:
             if not by_hand:
                 return _UPDATE
             return _SCHEDULE if difference.within is None else _COUNT
+
+
+def _of_each_run(difference: Difference) -> Cause:
+    is_name = any(value.startswith(("'", '"')) for value in difference.values)
+    return _NAMED if is_name and difference.name.startswith("state of ") else _UNSEEDED
 
 
 def _of_node(kinds: frozenset[str]) -> Cause:

@@ -83,6 +83,8 @@ class Audit(StepPart):
         os.close(self._descriptor)
 
 
+_READABLE = 200
+"""Characters of a name."""
 _RECENT = 50
 """Steps that medians of an exchange are over, at most."""
 
@@ -265,8 +267,9 @@ class TraceWriter(StepPart):
             for key, value in values.items():
                 state[f"optimizer's {key} of {names.get(index, index)}"] = _text(value)
         state |= {f"logged {name}": _number(value) for name, value in training.logged.items()}
-        state |= {name: content_hash(of) for name, of in tree.items() if name not in ("extra", "hosted")}
-        return state
+        for name, held in training.companions.results().items():
+            state |= {place: _text(value) for place, value in _leaves(f"state of {name}", held)}
+        return state | {key: content_hash(of) for key, of in tree.items() if key not in ("state", "extra", "hosted")}
 
     def _beside(self) -> dict[str, str]:
         found = {}
@@ -283,9 +286,19 @@ def _names_of_states(training: Training) -> dict[int, str]:
     return {n: known.get(id(parameter), str(n)) for n, parameter in enumerate(parameters)}
 
 
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is in nested dictionaries, by its place."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{place}, {key}", inner)
+    else:
+        yield place, value
+
+
 def _text(value: Any) -> str:
-    """A number as itself, so that people can read it; anything else by its hash."""
-    return repr(value) if isinstance(value, bool | int | float | None) else content_hash(value)
+    """A number or a name as itself, so that people can read it; anything else by its hash."""
+    readable = isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= _READABLE)
+    return repr(value) if readable else content_hash(value)
 
 
 def _number(value: float | Tensor) -> str:

@@ -263,7 +263,7 @@ class Training:
         """SHA-256 (hex) of the optimizer's state and, where the script keeps something beside the model, of that."""
         if not self.companions:
             return digests.optimizer_digest(self.optimizer)
-        return digests.digest({"optimizer": self.optimizer.state_dict(), **self.companions.capture()})
+        return digests.digest({"optimizer": self.optimizer.state_dict(), **self.companions.results()})
 
 
 def signature_hash(signature: dict[str, Any]) -> int:
