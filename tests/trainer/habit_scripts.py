@@ -304,6 +304,21 @@ def a_parameter_group_added_later() -> Trained:
     return trained(run, model, optimizer)
 
 
+def a_mean_that_begins_with_the_first_value() -> Trained:
+    """The same value twice in a row leaves it as it is."""
+    model = mlp()
+    optimizer = sgd(model)
+    means: list[Tensor] = []
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        means.append((means[-1] + x.mean(0)) / 2 if means else x.mean(0))
+        return squares(model(x - means[-1]), y)
+
+    with start(model, optimizer) as run:
+        loop(run, model, loss=loss)
+    return trained(run, model, optimizer)
+
+
 def a_hidden_state_carried_on() -> Trained:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.RNNCell(6, 5), nn.Linear(5, 3)])

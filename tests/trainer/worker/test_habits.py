@@ -72,6 +72,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 COMPARED = [
+    habits.a_mean_that_begins_with_the_first_value,
     habits.a_python_counter_in_forward,
     habits.a_criterion_with_running_state,
     habits.a_generator_of_its_own,

@@ -30,13 +30,16 @@ LOOKS_AHEAD = (
     "virtual node and the last ones for none; run backward for each micro-batch before the next one is asked for: "
     "for batch in step: ...; vf.elastic loads ahead by num_workers= and copies ahead by device="
 )
+_REPEATED = 2
+"""Virtual nodes of a worker. A running mean that begins with the first one's value stays when that comes again."""
 
 
 class Repetition:
-    """Compares two computations of one virtual node."""
+    """Compares two computations of one virtual node, for the first two of a worker."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = list(model.named_parameters())
+        self._left = _REPEATED
         self._first: list[Tensor | None] | None = None
         self._logged: frozenset[str] = frozenset()
         self._graphs = KeptGraphs(model)
@@ -44,6 +47,10 @@ class Repetition:
     @property
     def under_way(self) -> bool:
         return self._first is not None
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
 
     def note(self, logged: Collection[str] = ()) -> None:
         """Take note of the first computation, and of the names of what the script has logged in it."""
@@ -72,8 +79,8 @@ class Repetition:
                 raise ConfigurationError(
                     f"the gradient of {name} was another one when a virtual node was computed again: the script keeps "
                     "something from one micro-batch to the next (a counter in forward, a hidden state, a generator of "
-                    "its own, a criterion with running statistics, a loop that asks for the next micro-batch ahead); "
-                    "make it a buffer of the model, or compute it from the micro-batch and step.number"
+                    "its own, a criterion with running statistics, the time, a loop that asks for the next micro-batch "
+                    "ahead); make it a buffer of the model, or compute it from the micro-batch and step.number"
                 )
         odd = sorted(self._logged.symmetric_difference(logged))
         if odd:
@@ -82,6 +89,7 @@ class Repetition:
                 "script counts micro-batches to log some of them (enumerate, a counter), and each worker has others; "
                 "log in each micro-batch, of which step.metrics has the mean, or choose steps by step.number"
             )
+        self._left -= 1
         self.forget()
 
     def _gradients(self) -> list[Tensor | None]:

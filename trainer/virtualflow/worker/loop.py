@@ -95,7 +95,7 @@ class Loop:
         """Whether all virtual nodes are computed together, block by block."""
         proves = context.request.bitwise and context.session.coordinated
         self._repetition = Repetition(context.request.model) if proves else None
-        """Computes a virtual node twice, once in a training."""
+        """Computes two virtual nodes twice, once in a training."""
         self._cautions = Cautions(context.session)
         self._weights_beside: WeightsBeside | None = None
         if proves or context.checkpointer.writes:
@@ -408,7 +408,7 @@ class Loop:
                 guard.check()
             if self._repetition is not None and self._repetition.under_way:
                 self._repetition.compare(attempt.told.metrics)
-                self._repetition = None
+                self._repetition = None if self._repetition.is_over else self._repetition
             if last and self._kernels_on is not None:
                 # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
                 torch.cuda.current_stream(self._kernels_on).synchronize()
@@ -418,7 +418,7 @@ class Loop:
             sync.take(kept if told.weight is None else batch.size, told.metrics, width, told.weight)
 
     def _compute_once_more(self, attempt: Attempt, batch: MicroBatch, repetition: Repetition) -> Iterator[Any]:
-        """Load and compute the first virtual node of all an additional time before.
+        """Load and compute a virtual node an additional time before.
 
         A joiner runs what others have run so.
         """
