@@ -32,6 +32,7 @@ from virtualflow.coordinator.page.files import WORDS
 from virtualflow.integrations import export
 from virtualflow.launcher import cli
 from virtualflow.launcher.fault_schedule import parse_schedule
+from virtualflow.protocol.versions import NUMERICS, OLDEST_PROTOCOL, PROTOCOL
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job import read_spec
 from virtualflow_operator.api.queue import read_queue
@@ -455,6 +456,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert project["version"] == virtualflow.__version__ == chart["version"] == chart["appVersion"]
     shown = re.findall(r"virtualflow-(\d+\.\d+\.\d+)(?:-py3|\.tgz)", "".join(page.read_text() for page in DOCUMENTS))
     assert set(shown) == {project["version"]}
+
+
+def test_the_numbers_of_compatibility_are_those_in_force() -> None:
+    page = (DOCS / "reference" / "compatibility.md").read_text()
+    assert f"| protocol | {PROTOCOL}; the oldest still spoken is {OLDEST_PROTOCOL} |" in page
+    assert f"| numerics | {NUMERICS} |" in page
+    assert f"speaks protocol {PROTOCOL} and has numerics {NUMERICS}." in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_oldest_kubernetes_is_the_same_everywhere() -> None:
