@@ -304,7 +304,7 @@ def a_parameter_group_added_later() -> Trained:
     return trained(run, model, optimizer)
 
 
-def a_mean_that_begins_with_the_first_value() -> Trained:
+def a_mean_that_begins_with_the_first_value(virtual_nodes: int = 6) -> Trained:
     """The same value twice in a row leaves it as it is."""
     model = mlp()
     optimizer = sgd(model)
@@ -314,7 +314,7 @@ def a_mean_that_begins_with_the_first_value() -> Trained:
         means.append((means[-1] + x.mean(0)) / 2 if means else x.mean(0))
         return squares(model(x - means[-1]), y)
 
-    with start(model, optimizer) as run:
+    with start(model, optimizer, virtual_nodes=virtual_nodes) as run:
         loop(run, model, loss=loss)
     return trained(run, model, optimizer)
 

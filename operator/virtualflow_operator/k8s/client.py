@@ -297,8 +297,8 @@ class KubeApi:
 
         What is deleted between two watches is not told: list now and then.
         """
-        # From version 0, which the API server answers from its cache, as it may be a moment behind. Without a version
-        # it asks etcd, for each watch, and lets the client wait until the cache has come as far (kubernetes #123448).
+        # From version 0, as informers do: the API server answers from its cache, which may be a moment behind. Without
+        # a version it may read each watch from etcd (kubernetes #123448).
         query = [("watch", "true"), ("resourceVersion", "0")]
         query += [("labelSelector", label_selector), ("fieldSelector", field_selector)]
         query.append(("timeoutSeconds", str(int(seconds))))

@@ -146,6 +146,13 @@ def test_what_a_micro_batch_leaves_for_the_next_is_found_in_the_first_step(
     assert job.status().step == 0
 
 
+def test_a_worker_of_one_virtual_node_finds_it_in_a_later_step(start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(habits.a_mean_that_begins_with_the_first_value, 2, workers=2)
+    told = [outcome.text for outcome in job.finish().values() if outcome.kind == "ConfigurationError"]
+    assert told, "in the first step it cannot show: the mean of a value with itself is that value"
+    assert all("was another one when a virtual node was computed again" in text for text in told)
+
+
 @pytest.mark.slow
 def test_a_loop_left_by_a_counter_is_found_when_others_go_on(start_job: Callable[..., ElasticJob]) -> None:
     job = start_job(habits.a_loop_left_by_enumerate, workers=2, hold=2)
