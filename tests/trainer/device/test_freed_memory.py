@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
+from virtualflow.launcher.training_program import ALLOCATOR_ENVIRONMENT
 from virtualflow.protocol.settings import CUBLAS_WORKSPACE, ENV_CUBLAS_WORKSPACE
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from virtualflow.device.memory_gauge import MemoryGauge, group_room
-from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
+from virtualflow.launcher.training_program import ALLOCATOR_ENVIRONMENT
 
 MEGABYTE = 1 << 20
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.launcher.lending import Device
+from virtualflow.launcher.turn_server import Device
 
 LIMIT = 10.0
 TABLE = [

@@ -20,7 +20,7 @@ from typing import Any
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_trainer
-from virtualflow.launcher.settings import FAILURE_GRACE
+from virtualflow.launcher.shutdown import FAILURE_GRACE
 from virtualflow.launcher.supervisor import describe_exit, die_with, ourselves
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain

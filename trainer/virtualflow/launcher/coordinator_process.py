@@ -12,10 +12,13 @@ from urllib.parse import urlsplit
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.registry import JobAccess
-from virtualflow.launcher.settings import BACKOFF_FIRST, BACKOFF_MOST
 from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit, ourselves
 from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_IDENTITY, ENV_LOG_DIR, ENV_TOKEN
 
+BACKOFF_FIRST = 0.1
+"""The delay of the second restart in a row of something that keeps dying; it doubles."""
+BACKOFF_MOST = 5.0
+"""The longest such delay."""
 _START = 30.0
 """A coordinator that does not listen by then has failed to start."""
 _STARTS = 10

@@ -18,9 +18,8 @@ from typing import IO
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_target, check_trainer
-from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import describe_exit, ourselves, run_to_end
-from virtualflow.launcher.training_program import TrainingProgram
+from virtualflow.launcher.training_program import ALLOCATOR_ENVIRONMENT, TrainingProgram
 from virtualflow.protocol.device_profile import DeviceProfile, describe, encode, read_profile
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, Traffic, read_report
 from virtualflow.protocol.settings import (

@@ -26,12 +26,11 @@ from virtualflow.launcher.job_control import CoordinatorCalls, JobControl, RunSt
 from virtualflow.launcher.log_relay import LogRelay, last_traceback
 from virtualflow.launcher.options import RunOptions
 from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, origin_of, write_results
-from virtualflow.launcher.settings import VERDICT_GRACE
 from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
 from virtualflow.launcher.usage import complain
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable, mentions
-from virtualflow.launcher.workforce import WorkerCommand, Workforce
+from virtualflow.launcher.workforce import VERDICT_GRACE, WorkerCommand, Workforce
 from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.job_view import describe_change

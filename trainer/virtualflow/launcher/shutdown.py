@@ -15,6 +15,9 @@ from virtualflow.protocol.messages import Change
 from virtualflow.protocol.settings import STOP_GRACE
 from virtualflow.protocol.wording import counted, describe_steps
 
+FAILURE_GRACE = 5.0
+"""The job failed: how long workers may take to end by themselves."""
+
 
 @dataclass
 class Shutdown:

@@ -8,21 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from virtualflow.launcher.coordinator_process import HOST
+from virtualflow.launcher.coordinator_process import BACKOFF_FIRST, BACKOFF_MOST, HOST
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.log_relay import last_traceback
 from virtualflow.launcher.registry import JobAccess
 from virtualflow.launcher.report import JobHistory
-from virtualflow.launcher.settings import (
-    ALLOCATOR_ENVIRONMENT,
-    BACKOFF_FIRST,
-    BACKOFF_MOST,
-    FAILURE_GRACE,
-    VERDICT_GRACE,
-)
-from virtualflow.launcher.shutdown import Shutdown, end_signals
+from virtualflow.launcher.shutdown import FAILURE_GRACE, Shutdown, end_signals
 from virtualflow.launcher.supervisor import Stream, Supervisor, describe_exit
+from virtualflow.launcher.training_program import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.protocol.crashes import Crashes, CrashWaits
 from virtualflow.protocol.http_api import BeginCall, DrainCall, GoneCall, LivingWorker
@@ -43,6 +37,8 @@ from virtualflow.protocol.settings import (
 )
 from virtualflow.protocol.wording import counted
 
+VERDICT_GRACE = 2.0
+"""A worker ended and the status does not say why: how long to wait for it before the exit itself is the reason."""
 _BACKOFF_RESET = 10.0
 """Workers that crash further apart than this begin again with the first delay."""
 
