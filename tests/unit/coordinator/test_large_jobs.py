@@ -6,7 +6,7 @@ Counted are calls of Python functions: four times as many workers may cost four 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 
@@ -14,7 +14,9 @@ import pytest
 from coordinator_server import hello
 from driven import Driven, large_job
 
+from virtualflow.coordinator.settings import HEARTBEATS, MembershipSettings
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import HEARTBEAT_LIMIT
 
 FEW, MANY = 50, 200
 STEP = 5
@@ -39,6 +41,44 @@ def count_calls(work: Callable[[], object]) -> int:
 def generation_of(job: Driven) -> m.Generation:
     assert job.state.running is not None
     return job.state.running.generation
+
+
+def come_one_after_the_other(job: Driven, plan: m.Plan, members: Sequence[m.Member]) -> None:
+    """To a coordinator that may be new, each well within the heartbeat limit, and all in a time that is longer."""
+    nodes = len(plan.members)
+    for number, member in enumerate(members, 1):
+        assert job.admit(hello(member.worker, member.incarnation, plan=plan, virtual_nodes=nodes)) is None
+        beat(job, members[:number], 4)
+
+
+def beat(job: Driven, members: Iterable[m.Member], times: int) -> None:
+    """Let some time pass, in which these give signs of life: five of them are a heartbeat limit."""
+    for _ in range(times):
+        job.now += HEARTBEAT_LIMIT / HEARTBEATS
+        for member in members:
+            job.hear(member.incarnation, m.Heartbeat())
+        job.decide()
+
+
+def test_a_new_coordinator_loses_nobody_while_workers_come_to_it() -> None:
+    """A thousand with certificates take longer than the heartbeat limit to connect."""
+    known = large_job(8)[0].state.running
+    assert known is not None
+    job = Driven(2, 8, MembershipSettings())
+    come_one_after_the_other(job, known, known.members)
+    assert [worker.connected for worker in job.state.roster.workers.values()] == [True] * 8
+    assert job.state.running == known
+
+
+def test_a_new_coordinator_loses_whoever_does_not_come() -> None:
+    known = large_job(8)[0].state.running
+    assert known is not None
+    job = Driven(2, 8, MembershipSettings())
+    *here, missing = known.members
+    come_one_after_the_other(job, known, here)
+    beat(job, here, 1)
+    assert job.state.roster.is_lost(missing.incarnation)
+    assert not any(job.state.roster.is_lost(member.incarnation) for member in here)
 
 
 def report_broken(job: Driven) -> None:

@@ -107,6 +107,25 @@ def test_a_closed_connection_is_a_death_only_if_the_coordinator_was_there(
     assert " ".join(find_lost(NOW, state, SETTINGS)) == lost
 
 
+AWAY = 1.5 * HEARTBEAT
+ON_THEIR_WAY = [
+    pytest.param({"known_in_person": False}, {"returned_at": NOW - 0.9 * HEARTBEAT}, "", id="a new coordinator's come"),
+    pytest.param({"known_in_person": False}, {"returned_at": NOW - HEARTBEAT}, "b", id="no more of them come"),
+    pytest.param({"known_in_person": False}, {}, "b", id="none has come"),
+    pytest.param({}, {"returned_at": NOW - 0.1, "excused_at": NOW - AWAY}, "", id="those who were cut off come back"),
+    pytest.param({}, {"returned_at": NOW - 0.1, "excused_at": NOW - 2 * AWAY}, "b", id="it was gone before that"),
+    pytest.param({"connected": True}, {"returned_at": NOW - 0.1}, "b", id="it is connected, and silent"),
+]
+
+
+@pytest.mark.parametrize(("facts", "known", "lost"), ON_THEIR_WAY)
+def test_while_others_come_back_whoever_was_cut_off_with_them_may_be_next(
+    facts: dict[str, object], known: dict[str, object], lost: str
+) -> None:
+    state = training(member("a"), member("b", **silent(AWAY) | {"last_heard": NOW - AWAY} | facts), **known)
+    assert " ".join(find_lost(NOW, state, SETTINGS)) == lost
+
+
 JOINED = plan(SECOND, "a b c", "planned", "c")
 REBUILT = plan(SECOND, "a b", "recovery")
 SUSPECTS = [

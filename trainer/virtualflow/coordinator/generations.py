@@ -190,6 +190,8 @@ def note_return(state: JobState, worker: Worker, now: float) -> None:
         state.note_news()
     elif cluster.isolated:
         state.excused_at = now
+    elif not worker.connected and cluster.may_return(worker, state.settings.reconnect_grace):
+        state.returned_at = now
 
 
 def excuse(state: JobState, seconds: float, now: float) -> None:

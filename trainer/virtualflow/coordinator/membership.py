@@ -57,8 +57,9 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         return Decision("the last worker has left", over=True)
     if running is not None:
         # It was proposed before the running generation was known here: those who are in that alone must agree, too.
-        there = (member.incarnation for member in running.members)
-        survivors += tuple(m for m in there if m not in members and m not in lost and workers[m].present)
+        there = [member.incarnation for member in running.members]
+        others = set(there).difference(members, lost)  # a large job's, so nobody is looked for in a tuple
+        survivors += tuple(m for m in there if m in others and workers[m].present)
     if missing or not survivors or broken_since is not None:
         in_order = frozenset(i for i, worker in workers.items() if worker.left or worker.through)
         objectors = _find_objectors(cluster, survivors, cluster.ended | in_order)
@@ -240,6 +241,10 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
         if worker.failures >= settings.join_attempts:
             limits.append((i, float("-inf"), f"it could not be connected with the others {worker.failures} times"))
         since = worker.last_heard if worker.connected else worker.disconnected_at
+        # A thousand that come back at once wait for one another: who is still away may be next.
+        returns = not worker.connected and cluster.may_return(worker, settings.reconnect_grace)
+        newest = cluster.returned_at if returns else float("-inf")
+        since = max(since, newest)
         silence_ends = _silence_ends(now, since, _heard_at(cluster, worker, heard_at), settings)
         silence = f"for {silence_ends - since:.4g} s"
         if worker.connected:
@@ -247,7 +252,8 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
             continue
         if i in wanted:
             why = "its connections closed" if i in torn else "not connected when it was needed"
-            limits.append((i, since + _grace(worker, i in torn, cluster, settings), why))
+            ends = worker.disconnected_at + _grace(worker, i in torn, cluster, settings)
+            limits.append((i, max(ends, newest + settings.reconnect_grace), why))
         if not worker.through:
             limits.append((i, silence_ends, f"not connected {silence}"))
     return limits

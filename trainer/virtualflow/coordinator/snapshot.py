@@ -100,6 +100,8 @@ class Cluster:
     """Communicators rebuilt in a row over unchanged members without a step in between."""
     excused_at: float = float("-inf")
     """When the coordinator last ran again, or heard of its workers again, and did not before."""
+    returned_at: float = float("-inf")
+    """When the latest of those who :meth:`may_return` did."""
     evaluating: bool = False
     stop: str | None = None
     trained: bool = False
@@ -119,6 +121,15 @@ class Cluster:
         """Those who train, as far as is known: where nobody has said so yet, those who are to begin."""
         plan = self.running or self.proposed
         return [] if plan is None else [self.workers[member.incarnation] for member in plan.members]
+
+    def may_return(self, worker: Worker, grace: float) -> bool:
+        """Whether a worker is away only because this coordinator is new, or was cut off from all of them.
+
+        Args:
+            worker: that is not connected.
+            grace: seconds within which all connections close when the coordinator is cut off.
+        """
+        return not worker.known_in_person or worker.disconnected_at <= self.excused_at + grace
 
     @property
     def isolated(self) -> bool:

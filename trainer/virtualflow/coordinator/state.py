@@ -121,6 +121,7 @@ class JobState:
     failures_counted: m.Generation = m.NO_GENERATION
     trained: bool = False
     excused_at: float = float("-inf")
+    returned_at: float = float("-inf")
     silent: frozenset[str] = frozenset()
     """Who was not heard of for several heartbeat limits, though its connection stands: of a machine without power
     nothing else may show for long, and one that trains alone is not declared lost for its silence."""
@@ -238,6 +239,7 @@ class JobState:
             failures_counted=self.failures_counted,
             rebuilds=self.rebuilds,
             excused_at=self.excused_at,
+            returned_at=self.returned_at,
             evaluating=self.history.evaluating,
             stop=self.stop,
             trained=self.trained,
