@@ -13,11 +13,16 @@ SCHEDULES = ("15:=3,30:=2,45:=3,60:=2,75:=3,90:=2", "15:kill,30:=2,45:kill,60:=2
 STEPS = 120
 
 
-def ours(found: dict[str, list[float]]) -> list[float]:
-    """Run the schedules; add each pause to its kind, and return the medians of undisturbed steps, in milliseconds."""
+def ours(found: dict[str, list[float]], *options: str) -> list[float]:
+    """Run the schedules; add each pause to its kind, and return the medians of undisturbed steps, in milliseconds.
+
+    Args:
+        found: pauses by kind.
+        options: of ``virtualflow run``.
+    """
     steps = []
     for schedule in SCHEDULES:
-        report, _ = run_job("--workers", 2, "--schedule", schedule, "examples/digits.py", "--steps", STEPS)
+        report, _ = run_job("--workers", 2, *options, "--schedule", schedule, "examples/digits.py", "--steps", STEPS)
         steps.append(float(report["step_ms"]))
         for change in report["changes"]:
             if change["pause_ms"] is not None:

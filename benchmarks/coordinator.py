@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import json
 import secrets
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,41 @@ from benchmarks.crowd import PATIENCE, Crowd
 from benchmarks.jobs import ROOT, environment
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.certificates import Authority, Party, Role, make_key
+from virtualflow.protocol.identity import PAGE_TOKEN, Identity, write_identity
+from virtualflow.protocol.settings import ENV_IDENTITY, ENV_TOKEN
 
 TOKEN = secrets.token_hex(16)
+"""Of the job in plaintext, and of the sealed one's page."""
+LIFETIME = 3_600.0
+IN_PLAINTEXT = ("connecting", "restart: all known again")
+"""What the job in plaintext is measured for: where sealed connections are made."""
+
+
+class Identities:
+    """The job's parties: each has an identity in a folder, or the job's token where the job is in plaintext."""
+
+    def __init__(self, folder: Path, *, sealed: bool) -> None:
+        self._folder, self.sealed = folder, sealed
+        self._authority = Authority.make("a crowd", time.time())
+
+    def variables(self) -> dict[str, str]:
+        """Of the coordinator's environment."""
+        if not self.sealed:
+            return {ENV_TOKEN: TOKEN}
+        own = self._issue("coordinator", "coordinator")
+        (own / PAGE_TOKEN).write_text(TOKEN)
+        return {ENV_IDENTITY: str(own)}
+
+    def context(self, role: Role, name: str) -> ssl.SSLContext | bool:
+        """By which a party connects."""
+        return Identity(self._issue(role, name)).client_context() if self.sealed else True
+
+    def _issue(self, role: Role, name: str) -> Path:
+        folder, key = self._folder / name, make_key()
+        certificate = self._authority.issue(key.public_key(), Party("crowd", role, name), time.time(), LIFETIME)
+        write_identity(folder, key, certificate, [self._authority.certificate])
+        return folder
 
 
 class Meter:
@@ -118,8 +153,8 @@ async def call(crowd: Crowd, path: str, body: dict[str, Any]) -> None:
 class Server:
     """The coordinator process; it may be killed and started again."""
 
-    def __init__(self, directory: Path, workers: int) -> None:
-        self._directory, self._workers = directory, workers
+    def __init__(self, directory: Path, workers: int, identities: Identities) -> None:
+        self._directory, self._workers, self._identities = directory, workers, identities
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -139,7 +174,7 @@ class Server:
         port = self.url.rpartition(":")[2] or "0"
         command = [sys.executable, "-m", "virtualflow", "coordinator", "--host", "127.0.0.1", "--port", port]
         command += ["--wanted", str(self._workers), "--minimum", str(self._workers), "--ready-file", str(ready)]
-        variables = environment() | {"VIRTUALFLOW_TOKEN": TOKEN}
+        variables = environment() | self._identities.variables()
         with log.open("ab") as output:
             return subprocess.Popen(command, env=variables, stdout=output, stderr=output, cwd=ROOT)
 
@@ -150,14 +185,16 @@ class Server:
             self.process.wait()
 
 
-async def story(directory: Path, workers: int, seconds: float) -> dict[str, Any]:
+async def story(directory: Path, workers: int, seconds: float, *, sealed: bool) -> dict[str, Any]:
     """All that is measured, in the order in which it happens to a job."""
-    server = Server(directory, workers)
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    identities = Identities(directory / "identities", sealed=sealed)
+    server = Server(directory, workers, identities)
+    headers = {} if sealed else {"Authorization": f"Bearer {TOKEN}"}
+    connector = aiohttp.TCPConnector(limit=0, ssl=identities.context("control", "control"))
     try:
         await server.start()
-        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
-            crowd = Crowd(server.url, session, 2 * workers)
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+            crowd = Crowd(server.url, session, 2 * workers, partial(identities.context, "worker"))
             meter = Meter(server, crowd)
             await found(crowd, meter, workers)
             await train(crowd, meter, seconds)
@@ -172,8 +209,9 @@ async def story(directory: Path, workers: int, seconds: float) -> dict[str, Any]
 
 async def found(crowd: Crowd, meter: Meter, workers: int) -> None:
     """The first generation: all become ready at once."""
+    first = crowd.workers_of([f"worker-{number}" for number in range(workers)])
     async with meter.measure("connecting"):
-        await crowd.start([f"worker-{number}" for number in range(workers)])
+        assert await crowd.connect(first) == workers
     await asyncio.sleep(1.5 * MembershipSettings.restart_grace)  # it listens for workers of a running job
     async with meter.generation("founding"):
         for worker in crowd.living():
@@ -239,8 +277,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
     workers, seconds = (100, 3.0) if args.quick else (args.workers, args.seconds)
-    with tempfile.TemporaryDirectory() as directory:
-        figures = asyncio.run(story(Path(directory), workers, seconds))
+    with tempfile.TemporaryDirectory() as sealed, tempfile.TemporaryDirectory() as other:
+        plaintext = asyncio.run(story(Path(other), workers, 1.0, sealed=False))
+        figures = asyncio.run(story(Path(sealed), workers, seconds, sealed=True))
+    for name in IN_PLAINTEXT:
+        event, colon, part = name.partition(":")
+        figures[f"{event}, in plaintext{colon}{part}"] = plaintext[name]
     if args.json is not None:
         args.json.write_text(json.dumps({"workers": workers, "seconds": seconds, "figures": figures}, indent=1) + "\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import ssl
 import sys
 import time
 from collections import Counter
@@ -32,8 +33,14 @@ def decode(frame: bytes) -> m.ToWorker:
 class Crowd:
     """All simulated workers, and what they know of each other without the coordinator."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, virtual_nodes: int) -> None:
-        self.url, self.session, self.virtual_nodes = url, session, virtual_nodes
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        virtual_nodes: int,
+        context: Callable[[str], ssl.SSLContext | bool],
+    ) -> None:
+        self.url, self.session, self.virtual_nodes, self.context = url, session, virtual_nodes, context
         self.workers: dict[str, Worker] = {}
         self.sent: Counter[str] = Counter()
         self.heard: Counter[str] = Counter()
@@ -49,10 +56,15 @@ class Crowd:
 
     async def start(self, names: list[str]) -> list[Worker]:
         """Connect workers that are not ready yet."""
-        fresh = [Worker(self, name) for name in names]
-        self.workers.update({worker.incarnation: worker for worker in fresh})
+        fresh = self.workers_of(names)
         welcome = await self.connect(fresh)
         assert welcome == len(fresh)
+        return fresh
+
+    def workers_of(self, names: list[str]) -> list[Worker]:
+        """Workers with identities, that are not connected yet."""
+        fresh = [Worker(self, name) for name in names]
+        self.workers.update({worker.incarnation: worker for worker in fresh})
         return fresh
 
     async def connect(self, workers: list[Worker]) -> int:
@@ -86,6 +98,8 @@ class Worker:
 
     def __init__(self, crowd: Crowd, name: str) -> None:
         self.crowd, self.name, self.incarnation = crowd, name, secrets.token_hex(16)
+        self.context = crowd.context(name)
+        """By which it shows who it is."""
         self.socket: aiohttp.ClientWebSocketResponse | None = None
         self.newest: m.Plan | None = None
         self.newest_at = 0.0
@@ -101,7 +115,9 @@ class Worker:
     async def connect(self) -> bool:
         """Say Hello and wait for the answer; whether it is a welcome."""
         self._out = asyncio.Queue()
-        self.socket = await self.crowd.session.ws_connect(f"{self.crowd.url}/v1/worker", max_msg_size=MAX_MESSAGE)
+        self.socket = await self.crowd.session.ws_connect(
+            f"{self.crowd.url}/v1/worker", max_msg_size=MAX_MESSAGE, ssl=self.context
+        )
         self.crowd.sent["Hello"] += 1
         await self.socket.send_bytes(self.hello or self.pack_hello())
         self.hello = None

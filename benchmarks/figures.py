@@ -204,7 +204,7 @@ FIGURES: dict[str, Figure] = {
             "plaintext, ms": milliseconds("plain_ms"),
             "sealed, ms": milliseconds("sealed_ms"),
             "ratio": lambda row: f"**{row['ratio']:.3f}**",
-            "of CPU time": lambda row: f"{row['cpu_ratio']:.3f}",
+            "of CPU time": lambda row: "" if row["cpu_ratio"] is None else f"{row['cpu_ratio']:.3f}",
         },
     ),
     "host_update": Figure(

@@ -1,7 +1,8 @@
 """What sealing costs: messages and steps whose frames are sealed beside those that are sent under a checksum.
 
 Messages are exchanged by two processes on the loopback, each of which takes one message of either kind by turns. Steps
-are measured within one job, as those with hashes are (``benchmarks/integrity.py``).
+are measured within one job, as those with hashes are (``benchmarks/integrity.py``). Changes are those of
+``benchmarks/changes.py`` and ``benchmarks/state_transfer.py``, in jobs of both kinds by turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks import changes, state_transfer
 from benchmarks.integrity import ratios, times_of
 from benchmarks.tasks import TASKS, VIRTUAL_NODES
 
@@ -23,6 +25,11 @@ BYTES = 1 << 30
 MESSAGES = 4_000
 STEPS = {"digits": 1_600, "charlm": 640, "mlp": 256}
 WORKERS = (2, 3)
+CHANGE_RUNS = 2
+"""Jobs of each kind; a change is measured several times in each,"""
+JOINS, GAP = 3, 10
+"""a join of 604 MB so often, with so many steps, each of a second, before the next change."""
+KINDS = {"plain": ("--insecure-plaintext",), "sealed": ()}
 
 
 def exchange(connections: dict[bool, socket.socket], size: int, messages: int) -> dict[bool, tuple[float, float]]:
@@ -82,8 +89,30 @@ def measure_steps(task: str, workers: int, steps: int) -> dict[str, Any]:
     return _row(TASKS[task].title, workers, (medians[0], medians[1]), clock, cpu)
 
 
-def _row(what: str, workers: int, ms: tuple[float, float], clock: float, cpu: float) -> dict[str, Any]:
-    print(f"  {what:32} {workers}: {ms[0]:.3f} ms, sealed {ms[1]:.3f}, x {clock:.3f}, CPU x {cpu:.3f}", flush=True)
+def measure_changes(runs: int) -> list[dict[str, Any]]:
+    """Pauses of the digits job's changes, and of joins of 604 MB with what their state takes beside the training."""
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
+    for _ in range(runs):
+        for kind, options in KINDS.items():
+            pauses: dict[str, list[float]] = {}
+            changes.ours(pauses, *options)
+            for change, taken in pauses.items():
+                found[kind].setdefault(f"digits CNN, 21k: {change}", []).extend(taken)
+        for kind, options in KINDS.items():
+            for change in state_transfer.measure(JOINS, GAP, *options)["changes"]:
+                if change["to"] > change["from"] and change["over_ms"] is not None:
+                    found[kind].setdefault("604 MB of state: grow", []).append(change["pause_ms"])
+                    found[kind].setdefault("604 MB of state: transfer", []).append(change["state_ms"])
+    rows = []
+    for what, plain in found["plain"].items():
+        ms = statistics.median(plain), statistics.median(found["sealed"][what])
+        rows.append(_row(what, 3, ms, ms[1] / ms[0], None))
+    return rows
+
+
+def _row(what: str, workers: int, ms: tuple[float, float], clock: float, cpu: float | None) -> dict[str, Any]:
+    of_cpu = "" if cpu is None else f", CPU x {cpu:.3f}"
+    print(f"  {what:32} {workers}: {ms[0]:.3f} ms, sealed {ms[1]:.3f}, x {clock:.3f}{of_cpu}", flush=True)
     names = ("model", "workers", "plain_ms", "sealed_ms", "ratio", "cpu_ratio")
     return dict(zip(names, (what, workers, *ms, clock, cpu), strict=True))
 
@@ -93,4 +122,5 @@ def measure(quick: bool) -> dict[str, Any]:
     rows = [measure_messages(size, quick) for size in SIZES]
     for task, steps in STEPS.items():
         rows += [measure_steps(task, workers, steps // 4 if quick else steps) for workers in WORKERS]
+    rows += measure_changes(1 if quick else CHANGE_RUNS)
     return {"settings": {"virtual_nodes": VIRTUAL_NODES}, "rows": rows}

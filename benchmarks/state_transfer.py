@@ -47,13 +47,13 @@ def train(steps: int) -> None:
             began = now
 
 
-def measure(changes: int, gap: int) -> dict[str, Any]:
-    """One run with ``changes`` pairs of a grow and a shrink, ``gap`` steps apart."""
+def measure(changes: int, gap: int, *options: str) -> dict[str, Any]:
+    """One run with ``changes`` pairs of a grow and a shrink, ``gap`` steps apart, and these options of the command."""
     points = [gap * (n + 1) for n in range(2 * changes)]
     schedule = ",".join(f"{point}:={3 - n % 2}" for n, point in enumerate(points))
     steps = points[-1] + 2 * gap
     script = str(Path(__file__).resolve())
-    report, printed = run_job("--workers", 2, "--schedule", schedule, script, "--workload", "--steps", steps)
+    report, printed = run_job("--workers", 2, *options, "--schedule", schedule, script, "--workload", "--steps", steps)
     lines = [json.loads(line[line.index("{") :]) for line in printed.splitlines() if '"ms"' in line]
     times = {line["step"]: line["ms"] for line in lines}
     found = sorted((change for change in report["changes"] if change["pause_ms"]), key=lambda change: change["step"])

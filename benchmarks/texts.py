@@ -30,7 +30,10 @@ the leader's. In *a checked step* a second worker computes one of the eight virt
 SEALING = """\
 Messages each way between two processes on the loopback, and steps: in plaintext with a checksum, and sealed by
 AES-256-GCM. *CPU time* is one process's. A core seals 10 GB/s. A message is hashed once, but sealed for each peer.
-Three workers leave no core idle for that."""
+Three workers leave no core idle for that.
+
+Below them, pauses of changes (jobs of both kinds by turns): of the digits job between two and three workers, and where
+the third one gets 604 MB of state, with what that takes beside the training (*transfer*)."""
 
 HOST_UPDATE = """\
 Milliseconds of a `bitwise` step with the optimizer on the device and on the host. A CPU plays the device and makes the
@@ -69,9 +72,9 @@ split by speed, 25 Gbit/s without overlap. Cells: images a second, gain over the
 split. The paper measured up to 42 % more (V100, P100; other conditions)."""
 
 COORDINATOR = """\
-One process simulates the workers, with 2,000 virtual nodes. Cells: seconds (the coordinator's CPU seconds, megabytes
-sent). *Decided and sent* ends when the last worker has the plan; *heartbeats* and *steps* last 20 s. The coordinator
-has 63 to 70 MB. The restart loses nobody."""
+One process simulates the workers, with 2,000 virtual nodes; each has its own certificate, and its connection is
+sealed. Cells: seconds (the coordinator's CPU seconds, megabytes sent). *Decided and sent* ends when the last worker
+has the plan; *heartbeats* and *steps* last 20 s. The coordinator has 63 to 70 MB. The restart loses nobody."""
 
 SOAK = """\
 One job keeps changing between two and three workers: it grows, loses its newest by SIGKILL, shrinks, loses one again.
