@@ -33,7 +33,7 @@ from virtualflow.protocol.http_client import (
     ProtocolMismatch,
     StatusTooLarge,
 )
-from virtualflow.protocol.identity import Credential
+from virtualflow.protocol.identity import Credential, expect_many_connections
 from virtualflow_operator.api import CoordinatorLink, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.controllers.issuer import Issuer
@@ -102,6 +102,7 @@ class CoordinatorLinks:
         settings: OperatorSettings,
         metrics: Metrics,
     ) -> None:
+        expect_many_connections()
         self._issuer, self._settings, self._metrics = issuer, settings, metrics
         self._wake_later = wake
         self._limits = settings.statuses

@@ -8,8 +8,12 @@ import dataclasses
 import itertools
 import json
 import math
+import ssl
 import time
+import tracemalloc
+from asyncio import sslproto
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -18,7 +22,9 @@ from scenes import SETTINGS as OPERATOR
 from scenes import body, coordinator
 
 from statuses import coordinator_status
+from virtualflow.protocol.certificates import Party
 from virtualflow.protocol.http_api import ScaleCall, WorkerStatus
+from virtualflow.protocol.identity import Identity
 from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow_operator.api.objects import CoordinatorLink, read_job
 from virtualflow_operator.constants import COORDINATOR_PORT
@@ -40,14 +46,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @contextlib.asynccontextmanager
-async def answering(handler: Handler) -> AsyncIterator[str]:
+async def answering(handler: Handler, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Something that answers at the coordinators' port of an address of its own."""
     address = next(ADDRESSES)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, address, COORDINATOR_PORT, reuse_address=True).start()
+    await web.TCPSite(runner, address, COORDINATOR_PORT, reuse_address=True, ssl_context=context).start()
     try:
         yield address
     finally:
@@ -63,9 +69,9 @@ class Operator:
         issuer = Issuer([KEY], settings.certificates)
         self.links = CoordinatorLinks(issuer, lambda key, _: self.woken.append(key), settings, self.metrics)
 
-    def follow(self, name: str, address: str, namespace: str = "ml", workers: int = 2) -> None:
+    def follow(self, name: str, address: str, namespace: str = "ml", workers: int = 2, identity: str = "") -> None:
         job = read_job(body())
-        pod = dataclasses.replace(coordinator(job), uid=name, ip=address)
+        pod = dataclasses.replace(coordinator(job), uid=name, ip=address, identity=identity)
         self.links.follow((namespace, name), job.uid, pod, workers)
 
     def link(self, name: str, namespace: str = "ml") -> CoordinatorLink:
@@ -102,6 +108,31 @@ async def behaving(request: web.Request) -> web.StreamResponse:
     async for _ in stream:
         pass
     return stream
+
+
+def test_a_sealed_connection_takes_little_memory(tmp_path: Path) -> None:
+    """The operator has one to each job's coordinator: a thousand of 256 KiB were more than its pod may have."""
+    job = read_job(body())
+    for name, content in (
+        Issuer([KEY], OPERATOR.certificates)
+        .files_of(Party(job.uid, "coordinator", "a coordinator"), time.time())
+        .items()
+    ):
+        (tmp_path / name).write_bytes(content)
+
+    async def story() -> None:
+        async with operating() as operator, answering(behaving, Identity(tmp_path).server_context()) as address:
+            tracemalloc.start()
+            try:
+                operator.follow("digits", address, identity="a Secret")
+                await until(lambda: operator.link("digits").status is not None)
+                taken = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, sslproto.__file__)])
+            finally:
+                tracemalloc.stop()
+            both_ends = sum(each.size for each in taken.statistics("filename"))
+            assert both_ends < 2 * (48 << 10), both_ends
+
+    asyncio.run(story())
 
 
 def test_a_call_that_is_sent_elsewhere_is_not_made_there() -> None:

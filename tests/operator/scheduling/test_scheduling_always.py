@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from random_queues import NOW, apply, complaint, could_run, queues, settings, used
 
 from tiers import examples
-from virtualflow_operator.scheduling import POLICIES, Capacity, Demand, next_change
+from virtualflow_operator.scheduling import FIXED_SIZES, POLICIES, Capacity, Demand, next_change
 from virtualflow_operator.settings import SchedulingSettings
 
 EVERY = pytest.mark.parametrize("name", list(POLICIES))
 FEWER = hypothesis_settings(max_examples=examples(50))
 """Of each policy: they are held to the same rules."""
-GANGS = ("FIFO", "Priority")
-ELASTIC = pytest.mark.parametrize("name", [name for name in POLICIES if name not in GANGS])
+ELASTIC = pytest.mark.parametrize("name", [name for name in POLICIES if name not in FIXED_SIZES])
 
 Queue = tuple[list[Demand], Capacity]
 
@@ -131,7 +130,7 @@ def test_nobody_who_could_run_waits_longer_than_the_bound_though_no_job_ever_end
         now = later
 
 
-@pytest.mark.parametrize("name", GANGS)
+@pytest.mark.parametrize("name", sorted(FIXED_SIZES))
 @hypothesis_settings(max_examples=examples(40))
 @given(queue=queues(most=6), told=settings)
 def test_fixed_sizes_let_everybody_run_who_can_as_jobs_end(name: str, queue: Queue, told: SchedulingSettings) -> None:

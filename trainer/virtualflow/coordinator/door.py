@@ -25,7 +25,7 @@ from aiohttp import WSCloseCode, web
 from virtualflow._process import raise_descriptor_limit
 from virtualflow.coordinator.settings import CoordinatorSettings
 from virtualflow.protocol.certificates import NotTrusted, Party
-from virtualflow.protocol.identity import Identity
+from virtualflow.protocol.identity import Identity, expect_many_connections
 
 logger = logging.getLogger("virtualflow.coordinator.door")
 """For what strangers cause, that is for whatever they can cause a million times."""
@@ -90,6 +90,7 @@ class Door:
         Raises:
             OSError: the address cannot be used.
         """
+        expect_many_connections()
         limit = raise_descriptor_limit()
         self._places = min(self._settings.strangers, max(1, limit // 2 - 2 * ACCEPTED_AT_ONCE, limit // 8))
         loop = asyncio.get_running_loop()
@@ -156,10 +157,6 @@ class Door:
             self.shut_out(transport)
 
 
-class _Sealed(asyncio.sslproto.SSLProtocol):
-    max_size = 32_768  # of memory for each connection, all of it touched at once: asyncio's own 256 KiB is for few
-
-
 class _Visitor(asyncio.Protocol):
     """One connection: what comes in goes on to aiohttp's ``protocol``, a little of it until the token was seen."""
 
@@ -214,7 +211,7 @@ class _Visitor(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         shaken: asyncio.Future[None] = loop.create_future()
         shaken.add_done_callback(self._shaken)
-        sealed = _Sealed(
+        sealed = asyncio.sslproto.SSLProtocol(
             loop,
             self,
             context,
@@ -224,7 +221,8 @@ class _Visitor(asyncio.Protocol):
         )
         wire.set_protocol(sealed)
         sealed.connection_made(wire)
-        for piece in (data[at : at + _Sealed.max_size] for at in range(0, len(data), _Sealed.max_size)):
+        at_once = sealed.max_size
+        for piece in (data[at : at + at_once] for at in range(0, len(data), at_once)):
             sealed.get_buffer(len(piece))[: len(piece)] = piece
             sealed.buffer_updated(len(piece))
 

@@ -7,6 +7,7 @@ nothing is restarted when they change, and authorities may come and go while a j
 
 from __future__ import annotations
 
+import asyncio.sslproto
 import logging
 import os
 import ssl
@@ -36,6 +37,8 @@ PAGE_TOKEN = "page-token"
 """Beside them, of a coordinator: what the live page's token is derived from."""
 _LARGEST = 64 << 10
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
+_READ_AT_ONCE = 32 << 10
+"""Bytes: the buffer of a TLS connection, where there are many."""
 _LENGTH = 2
 """Bytes in front of the certificate in a signature."""
 _Stamp = tuple[tuple[int, int], ...]
@@ -297,6 +300,11 @@ class _Newest(ssl.SSLContext):
         context = held.server if self._server is None else held.client
         assert context is not None, "an identity of a client serves nobody"
         return context
+
+
+def expect_many_connections() -> None:
+    """Keep TLS connections of this process small: asyncio's own buffer of 256 KiB, all touched at once, is for few."""
+    asyncio.sslproto.SSLProtocol.max_size = _READ_AT_ONCE
 
 
 TLS_ONLY = (
