@@ -226,9 +226,9 @@ class Provisioner:
     async def refresh(self, key: Key) -> None:
         """The store has missed something of this job: list its pods."""
         begun = time.monotonic()
-        bodies = await self._api.list(PODS, key[0], f"{LABEL_JOB}={key[1]}")
+        pods = await self._api.list(PODS, key[0], f"{LABEL_JOB}={key[1]}", read=self._store.pods.listed)
         names = {pod.name for pod in self._store.pods_of(key)}
-        self._store.replace_pods(bodies, begun, lambda place: place[0] == key[0] and place[1] in names)
+        self._store.replace_pods(pods, begun, lambda place: place[0] == key[0] and place[1] in names)
 
     async def support(self, job: Job, *, missing: bool = False) -> str:
         """See to Secret, disruption budget and network policy, once; why not, if one of them cannot be made.

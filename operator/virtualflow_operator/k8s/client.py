@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -258,10 +258,11 @@ class KubeApi:
         page: int | None = None,
         field_selector: str | None = None,
         most: int | None = None,
-    ) -> list[Object]:
+        read: Callable[[Object], Any] = lambda body: body,
+    ) -> list[Any]:
         """Return all objects of a namespace (None: of all), ``page`` at a time; they bear no apiVersion and kind.
 
-        ``most``: only so many, by one request.
+        ``most``: only so many, by one request. ``read``: what is wanted of each; the rest is let go with its page.
 
         A list that expires on the way is begun again; after ``LIST_ATTEMPTS`` of them :class:`Gone` is raised.
         """
@@ -272,7 +273,7 @@ class KubeApi:
         if field_selector is not None:
             query.append(("fieldSelector", field_selector))
         attempt = 1
-        items: list[Object] = []
+        items: list[Any] = []
         token = ""
         while True:
             try:
@@ -285,7 +286,7 @@ class KubeApi:
                 attempt += 1
                 items, token = [], ""
                 continue
-            items.extend(answer.get("items") or ())
+            items.extend(map(read, answer.get("items") or ()))
             token = (answer.get("metadata") or {}).get("continue") or ""
             if not token or most is not None:
                 return items

@@ -13,12 +13,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from virtualflow_operator.api import ForeignPod, Object, Workload, queue_of, read_workload
 from virtualflow_operator.constants import LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY
-from virtualflow_operator.k8s.cache import Key, ObjectCache, Store, key_of, queue_key
+from virtualflow_operator.k8s.cache import Key, Listed, ObjectCache, Store, key_of, queue_key
 from virtualflow_operator.k8s.client import (
     JOBS,
     NODES,
@@ -69,7 +69,7 @@ async def relist(
     await _relist_queues(api, store, visit)
     begun = time.monotonic()
     try:
-        concerned = store.replace_nodes(await api.list(NODES), begun)
+        concerned = store.replace_nodes(await api.list(NODES, read=store.nodes.listed), begun)
         store.nodes_known = True
     except Forbidden as error:
         store.nodes_known = False
@@ -82,7 +82,7 @@ async def relist(
 async def _relist_queues(api: KubeApi, store: Store, visit: Callable[[Key], None]) -> None:
     begun = time.monotonic()
     try:
-        for _, name in store.queues.replace(await api.list(QUEUES), begun, lambda _: True):
+        for _, name in store.queues.replace(await api.list(QUEUES, read=store.queues.listed), begun, lambda _: True):
             visit(queue_key(name))  # one that is gone, too
     except (Forbidden, NotFound) as error:
         logger.warning("there are no queues here; install their definition and rights to have some: %s", error)
@@ -100,14 +100,16 @@ async def _relist_namespace(
         return namespace is None or place[0] == namespace
 
     begun = time.monotonic()
-    for key in store.replace_services(await api.list(SERVICES, namespace, OURS), begun, within):
+    services = await api.list(SERVICES, namespace, OURS, read=store.services.listed)
+    for key in store.replace_services(services, begun, within):
         wake(key)
     begun = time.monotonic()
-    for key in store.replace_pods(await api.list(PODS, namespace, OURS), begun, within):
+    pods = await api.list(PODS, namespace, OURS, read=store.pods.listed)
+    for key in store.replace_pods(pods, begun, within):
         wake(key)
     # The jobs last: one that is deleted before its pods are listed would look like one that never had any.
     begun = time.monotonic()
-    for key in store.jobs.replace(await api.list(JOBS, namespace), begun, within):
+    for key in store.jobs.replace(await api.list(JOBS, namespace, read=store.jobs.listed), begun, within):
         wake(key)
     for key in list(store.jobs.entries):
         if within(key):
@@ -180,10 +182,10 @@ class Following(Generic[V]):
         if self._cache.remove(namespace, name, uid):
             self.note([(before, None)])
 
-    def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
+    def replace(self, objects: Iterable[Listed[V] | None], begun: float, within: Callable[[Key], bool]) -> None:
         """These are all that there are."""
         before = {place: entry.value for place, entry in self._cache.entries.items()}
-        changed = self._cache.replace(bodies, begun, within)
+        changed = self._cache.replace(objects, begun, within)
         if changed:
             self.note([(before.get(place), self._at(place)) for place in changed])
 
@@ -240,8 +242,10 @@ class Following(Generic[V]):
 
     async def _list(self, namespace: str | None) -> None:
         begun = time.monotonic()
-        bodies = await self._api.list(self.resource, namespace, self.labels, field_selector=self.fields)
-        self.replace(bodies, begun, lambda key: namespace is None or key[0] == namespace)
+        objects = await self._api.list(
+            self.resource, namespace, self.labels, field_selector=self.fields, read=self._cache.listed
+        )
+        self.replace(objects, begun, lambda key: namespace is None or key[0] == namespace)
         self._note_listed(namespace)
 
     def _note_listed(self, namespace: str | None) -> None:
@@ -338,9 +342,9 @@ class WorkloadWatch(Following[Workload]):
             for key in concerned:
                 self._wake(key)
 
-    def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
+    def replace(self, objects: Iterable[Listed[Workload] | None], begun: float, within: Callable[[Key], bool]) -> None:
         self._barred = ""
-        super().replace(bodies, begun, within)
+        super().replace(objects, begun, within)
 
     def note_known(self) -> None:
         if self.trouble != self._barred:

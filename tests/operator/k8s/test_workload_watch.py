@@ -50,7 +50,7 @@ def test_a_list_says_what_is_gone() -> None:
     watch.take(workload("a"))
     watch.take(workload("c", job="other"))
     watch.woken.clear()
-    watch.replace([workload("b")], 1e12, lambda _: True)
+    watch.replace([watch._cache.listed(workload("b"))], 1e12, lambda _: True)
     assert (watch.names(DIGITS), watch.names(OTHER)) == (["b"], [])
     assert sorted(watch.woken) == [DIGITS, DIGITS, OTHER]
 
