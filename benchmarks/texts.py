@@ -74,7 +74,8 @@ split. The paper measured up to 42 % more (V100, P100; other conditions)."""
 COORDINATOR = """\
 One process simulates the workers, with 2,000 virtual nodes; each has its own certificate, and its connection is
 sealed. Cells: seconds (the coordinator's CPU seconds, megabytes sent). *Decided and sent* ends when the last worker
-has the plan; *heartbeats* and *steps* last 20 s. The coordinator has 63 to 70 MB. The restart loses nobody."""
+has the plan; *heartbeats* and *steps* last 20 s. The coordinator has up to 200 MB, in plaintext 80. The restart loses
+nobody."""
 
 SOAK = """\
 One job keeps changing between two and three workers: it grows, loses its newest by SIGKILL, shrinks, loses one again.
