@@ -33,7 +33,8 @@ AES-256-GCM. *CPU time* is one process's. A core seals 10 GB/s. A message is has
 Three workers leave no core idle for that.
 
 Below them, pauses of changes (jobs of both kinds by turns): of the digits job between two and three workers, and where
-the third one gets 604 MB of state, with what that takes beside the training (*transfer*)."""
+the third one gets 604 MB of state, with what that takes beside the training (*transfer*). These are medians of six to
+twelve changes, and rough."""
 
 HOST_UPDATE = """\
 Milliseconds of a `bitwise` step with the optimizer on the device and on the host. A CPU plays the device and makes the
