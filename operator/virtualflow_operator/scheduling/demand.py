@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import isfinite
+from math import fsum, isfinite
 from typing import Literal
 
 from virtualflow.protocol.wording import counted
@@ -142,6 +142,35 @@ def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
 
 
 @dataclass(frozen=True)
+class RotatingPasses:
+    """Backward passes that end early, each virtual node's elsewhere in every step: structured partial backpropagation.
+
+    (Kumar, Akella, Subramanian and Venkataraman, "Doing More by Doing Less", DistributedML 2021, arXiv 2111.10672.)
+    """
+
+    costs: tuple[float, ...]
+    """By class: the computing of a virtual node, as a share of one with a whole pass."""
+    virtual_nodes: int
+
+    @lru_cache(maxsize=1_024)  # noqa: B019  (a value)
+    def work(self, workers: int) -> tuple[tuple[float, ...], ...]:
+        """What each worker computes in each step of a cycle, in multiples of what one computes on average.
+
+        Empty where all compute alike: every worker has as many virtual nodes of each class. They have even ranges.
+        """
+        classes = len(self.costs)
+        bounds = [worker * self.virtual_nodes // workers for worker in range(workers + 1)]
+        found = [
+            [fsum(self.costs[(node + step) % classes] for node in range(*ends)) for step in range(classes)]
+            for ends in pairwise(bounds)
+        ]
+        mean = fsum(map(fsum, found)) / (workers * classes)
+        if all(abs(work - mean) <= _EXACT * mean for of in found for work in of):
+            return ()
+        return tuple(tuple(work / mean for work in of) for of in found)
+
+
+@dataclass(frozen=True)
 class Demand:
     name: str
     """Unique: ``namespace/name``."""
@@ -176,6 +205,8 @@ class Demand:
     curve: ScalingCurve = field(default_factory=ScalingCurve)
     minimum_on_demand: bool = False
     """Whether its minimum must be on on-demand capacity."""
+    passes: RotatingPasses | None = None
+    """``None``: all backward passes are whole, or its virtual nodes are assigned by what they compute."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
@@ -199,6 +230,11 @@ class Demand:
     @property
     def changed(self) -> float:
         return self.began if self.resized is None else self.resized
+
+    @property
+    def of_fixed_size(self) -> Demand:
+        """The job with no more and no fewer workers than policies with fixed sizes give."""
+        return replace(self, minimum=self.fixed, maximum=self.fixed)
 
     def waiting(self, now: float) -> float:
         """Seconds that it has waited; 0 while it runs."""

@@ -106,7 +106,7 @@ class JobBooks(ABC):
     @property
     @abstractmethod
     def works(self) -> bool:
-        """Whether any of them counts."""
+        """Whether any worker counts, of those that were given to it or on another job's devices."""
 
     @abstractmethod
     def speed(self) -> float:
@@ -115,7 +115,7 @@ class JobBooks(ABC):
     def catch_up(self, now: float) -> None:
         elapsed, given = now - self.synced, self.given
         self.service += given * elapsed
-        self.queued += 0.0 if given else elapsed
+        self.queued += 0.0 if given or self.works else elapsed
         if self.works and now > self.resumes:
             gained = self.speed() * (now - max(self.synced, self.resumes))
             self.done = min(float(self.job.steps), self.done + gained)

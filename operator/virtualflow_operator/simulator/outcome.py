@@ -20,7 +20,8 @@ class Outcome:
     finished: float | None
     """``None``: never; ``reason`` says why."""
     queued: float
-    """Seconds between arrival and end in which it had no workers: before its start, and while it was suspended."""
+    """Seconds between arrival and end in which it had no workers, of its own or on another job's devices: before its
+    start, and while it was suspended."""
     service: float
     """Seconds times workers that it was given."""
     resizes: int
@@ -34,6 +35,12 @@ class Outcome:
     """Unit-seconds at its minimum that it was expected to need when it came; ``None``: nothing was."""
     needed: float | None = None
     """Those that it needed, as far as its speed was seen."""
+    computed: float = 0.0
+    """Unit-seconds in which devices computed for it."""
+    lodged: bool = False
+    """Whether it has computed on another job's devices."""
+    slowdown: float = 1.0
+    """How many times as long as alone a step of it took on shared devices, at the most."""
 
     @property
     def completion(self) -> float | None:
@@ -84,6 +91,12 @@ class Measures(msgspec.Struct, frozen=True):
     """Jobs of which others said, when they came, how long they would be."""
     expected_factor: float = 0.0
     """The median factor by which what those needed differed from it: 1 if it did not, 2 if it was half or double."""
+    computing: float = 0.0
+    """Unit-seconds in which devices computed, over those that there were, from the first arrival to the last end."""
+    lodgers: int = 0
+    """Jobs that computed on devices of others at some time."""
+    longest_slowdown: float = 1.0
+    """How many times as long as alone any step took on shared devices."""
 
 
 def measure(result: Result) -> Measures:
@@ -121,6 +134,9 @@ def measure(result: Result) -> Measures:
         decisions=result.decisions,
         expected=len(factors),
         expected_factor=percentile(factors, 50),
+        computing=sum(outcome.computed for outcome in result.outcomes) / offered if offered else 0.0,
+        lodgers=sum(outcome.lodged for outcome in result.outcomes),
+        longest_slowdown=max((outcome.slowdown for outcome in result.outcomes), default=1.0),
     )
 
 
