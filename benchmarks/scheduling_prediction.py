@@ -91,8 +91,8 @@ def content(rows: Sequence[Row]) -> dict[str, Any]:
                 "all": f"{median(row.all for row in of):,.0f}",
                 "past": f"{median(row.past for row in of):,.0f}",
                 "none": f"{median(row.none for row in of):,.0f}",
-                "past over all": _spread([row.past / row.all for row in of]),
-                "none over past": _spread([row.none / row.past for row in of]),
+                "past over all": spread([row.past / row.all for row in of]),
+                "none over past": spread([row.none / row.past for row in of]),
                 "seeds with past worse than none": str(sum(row.past > row.none for row in of)),
             }
         )
@@ -100,7 +100,8 @@ def content(rows: Sequence[Row]) -> dict[str, Any]:
     return {"simulated": True, "text": text, "rows": shown, "seeds": [asdict(row) for row in rows]}
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """The median, the least and the most, in one cell."""
     return f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 

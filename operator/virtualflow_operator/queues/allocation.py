@@ -342,7 +342,8 @@ def find_seats(
                 able = not member.seatless and (member.name in seated or _is_free(member, wanted[member.name]))
             if able:
                 workers = answer.workers.get(kind.name, 0)
-                asked.append(_as_asked(queue, replace(demand.job, curve=curves[member.name])))
+                job = replace(demand.job, curve=curves[member.name])
+                asked.append(job.of_fixed_size if queue.policy in FIXED_SIZES else job)
                 decided[member.name] = Allocation(workers, answer.reason, shortage=answer.shortage)
         seats = pack(asked, decided, queue.jobs_per_device, settings, seated).seats
         # Whoever would have to go elsewhere leaves first.
@@ -391,8 +392,3 @@ def _can_host(
     )
     complete = established or len(placed) >= sum(answer.workers.values())
     return alone and complete and member.takes_turns and answer.workers.keys() == {answer.home}
-
-
-def _as_asked(queue: QueueSpec, job: Demand) -> Demand:
-    """The job with as many workers as its queue's policy may give it."""
-    return replace(job, minimum=job.fixed, maximum=job.fixed) if queue.policy in FIXED_SIZES else job

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
+from virtualflow.protocol.settings import cost_of
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ANY_KIND, Job, Node, QueueSpec, parse_time
 from virtualflow_operator.jobs.scaling_history import efficient_limit
 from virtualflow_operator.queues.kinds import kind_of, where_they_run
 from virtualflow_operator.queues.past_jobs import curve_of, least_workers, served
-from virtualflow_operator.scheduling import Demand, KindDemand, Mobility
+from virtualflow_operator.scheduling import Demand, KindDemand, Mobility, RotatingPasses
 from virtualflow_operator.scheduling.service_time import Forecast
 
 
@@ -214,6 +215,7 @@ def build_demand(
         steps_left=left,
         expected_left=forecast.left(member.job.namespace, member.job.name, served(member.job, units) or 0.0),
         minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
+        passes=_passes_of(member.job),
     )
     if holding.kind not in usable and any(kind.name == holding.kind for kind in queue.kinds):
         usable |= {holding.kind}  # it runs there, whatever its templates say now
@@ -226,3 +228,11 @@ def build_demand(
         # Once it was started it may have made a step that nobody has told of.
         bound=bool(queue.kinds) and bool(holding.kind) and bool(holding.given or status.start_time),
     )
+
+
+def _passes_of(job: Job) -> RotatingPasses | None:
+    """How far its backward passes go. Classes that do not rotate make nobody slower: the coordinator splits by cost."""
+    backward = job.spec.backward
+    if backward is None or not backward.rotate:
+        return None
+    return RotatingPasses(tuple(map(cost_of, backward.fractions)), job.status.virtual_nodes or job.spec.virtual_nodes)

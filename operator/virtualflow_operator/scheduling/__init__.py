@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling.by_kind import decide_by_kind
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Policy, ScalingCurve
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Policy, RotatingPasses, ScalingCurve
 from virtualflow_operator.scheduling.device_kinds import (
     DeviceKind,
     KindAllocation,

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isfinite
+from statistics import fmean
 
-from virtualflow_operator.scheduling.demand import Allocation, Demand, ScalingCurve
+from virtualflow_operator.scheduling.demand import Allocation, Demand, RotatingPasses, ScalingCurve
 from virtualflow_operator.settings import PackingSettings
 
 # A job's step in phases, and how fast jobs are that share one device in turns. Pure.
@@ -30,7 +31,10 @@ from virtualflow_operator.settings import PackingSettings
 # A step *computes* on the device; then it is *away*: gradients are exchanged, the update is applied, samples are
 # loaded. Jobs that share a device compute one after the other and are away whenever they like (the turn server's rule,
 # first come, first served), so each begins to compute when it is back and everybody who asked before it has computed
-# once.
+# once. A job asks for all of its devices at once, and is away when the last of them has computed.
+#
+# Where backward passes end early, a job's devices compute for unequal times, and long and short turns of several jobs
+# meet. So these are followed on all devices together, and other jobs on one.
 #
 # What is left out: phases always take equally long, a device computes for one job as fast as it did for that job
 # alone, and the away phases of several jobs do not slow each other down.
@@ -47,8 +51,11 @@ class Phases:
     """Seconds of one step of a job that has its devices to itself, on each of them."""
 
     compute: float
+    """On average."""
     away: float = 0.0
     """Exchange and update, and loading where that is not hidden behind something."""
+    uneven: tuple[tuple[float, ...], ...] = ()
+    """By worker, and in each step of a cycle: how many times as long as on average it computes; empty: once."""
 
     def __post_init__(self) -> None:
         if not (isfinite(self.compute) and isfinite(self.away) and self.compute > 0 and self.away >= 0):
@@ -56,45 +63,74 @@ class Phases:
 
     @property
     def step(self) -> float:
-        return self.compute + self.away
+        """With each step as long as its slowest worker computes, and away."""
+        return self.compute * _slowest(self.uneven) + self.away
+
+    @property
+    def longest(self) -> float:
+        """That any worker computes in any step."""
+        return self.compute * max((max(of) for of in self.uneven), default=1.0)
+
+    def computes(self, worker: int, step: int) -> float:
+        """Seconds for which a worker computes in a step."""
+        if not self.uneven:
+            return self.compute
+        of = self.uneven[worker]
+        return self.compute * of[step % len(of)]
 
     @staticmethod
-    def at(curve: ScalingCurve, workers: int) -> Phases:
+    def at(curve: ScalingCurve, workers: int, passes: RotatingPasses | None = None) -> Phases:
         """What a measured curve says of a step on that many workers.
 
         They divide what one worker computes among them, so what a step takes beyond its part of that is no computing.
-        One worker alone is taken to compute all the time.
+        One worker alone is taken to compute all the time. Those with ``passes`` wait for the slowest of them.
         """
+        uneven = passes.work(workers) if passes is not None else ()
         step = 1 / curve.speed(workers)
-        compute = min(step, 1 / (curve.speed(1) * workers))
-        return Phases(compute, step - compute)
+        slowest = _slowest(uneven)
+        compute = min(step / slowest, 1 / (curve.speed(1) * workers))
+        return Phases(compute, max(0.0, step - compute * slowest), uneven)
 
 
 def slowdown_bound(jobs: Sequence[Phases], job: int) -> float:
     """How many times as long a step takes at the most: everybody else computes once before each of its turns."""
-    return (jobs[job].away + sum(other.compute for other in jobs)) / jobs[job].step
+    return (jobs[job].away + sum(other.longest for other in jobs)) / jobs[job].step
 
 
-def share(jobs: Sequence[Phases]) -> tuple[float, ...]:
-    """Seconds of a step of each job when they share a device in turns, after they have fallen into their rhythm."""
+def _slowest(uneven: Sequence[Sequence[float]]) -> float:
+    """The mean over the steps of a cycle of what its slowest worker computes."""
+    return fmean(map(max, zip(*uneven, strict=True))) if uneven else 1.0
+
+
+def share(jobs: Sequence[Phases], places: Sequence[Sequence[int]] = ()) -> tuple[float, ...]:
+    """Seconds of a step of each job when they share devices in turns, after they have fallen into their rhythm.
+
+    Args:
+        places: the device of each worker of each job; empty: one device, and a worker of each job.
+    """
     if len(jobs) == 1:
         return (jobs[0].step,)
-    if all(job == jobs[0] for job in jobs):
+    if not places and all(job == jobs[0] for job in jobs):
         return (max(jobs[0].step, sum(job.compute for job in jobs)),) * len(jobs)
     bounds = [slowdown_bound(jobs, n) * job.step for n, job in enumerate(jobs)]
     begin, end = _SETTLING * max(bounds), (_SETTLING + _COUNTED) * max(bounds)
     queue = [(0.0, n) for n in range(len(jobs))]  # when each is back, by time: first come, first served
-    free = 0.0
-    first, last, steps = [0.0] * len(jobs), [0.0] * len(jobs), [-1] * len(jobs)
+    devices = places or [(0,)] * len(jobs)
+    free: dict[int, float] = {}
+    first, last, steps, made = [0.0] * len(jobs), [0.0] * len(jobs), [-1] * len(jobs), [0] * len(jobs)
     for _ in range(_TURNS):
         back, n = heapq.heappop(queue)
-        free = max(free, back) + jobs[n].compute
-        heapq.heappush(queue, (free + jobs[n].away, n))
-        if free >= begin:
+        computed = back
+        for worker, device in enumerate(devices[n]):
+            free[device] = max(free.get(device, 0.0), back) + jobs[n].computes(worker, made[n])
+            computed = max(computed, free[device])
+        made[n] += 1
+        heapq.heappush(queue, (computed + jobs[n].away, n))
+        if computed >= begin:
             steps[n] += 1
-            last[n] = free
+            last[n] = computed
             if not steps[n]:
-                first[n] = free
+                first[n] = computed
         if back >= end:
             break
     return tuple(
@@ -150,7 +186,7 @@ class _Host:
         if len(chosen) < workers:
             return None
         devices = tuple((*there, lodger.name) if n in chosen else there for n, there in enumerate(self.devices))
-        phases = {**self.phases, lodger.name: Phases.at(lodger.curve, workers)}
+        phases = {**self.phases, lodger.name: Phases.at(lodger.curve, workers, lodger.passes)}
         return _Host(self.demand, devices, phases, _slowdowns(devices, phases))
 
 
@@ -207,13 +243,14 @@ def _has_phases(demand: Demand) -> bool:
 
 
 def _host(demand: Demand, workers: int) -> _Host:
-    phases = {demand.name: Phases.at(demand.curve, workers)}
+    phases = {demand.name: Phases.at(demand.curve, workers, demand.passes)}
     return _Host(demand, ((demand.name,),) * workers, phases, {demand.name: 1.0})
 
 
 def _likely(lodger: Demand, by_load: Sequence[tuple[float, str]], settings: PackingSettings) -> Iterator[str]:
     """Some hosts into whose free time the lodger may fit, the fullest of them first."""
-    phases = Phases.at(lodger.curve, lodger.maximum)  # with more workers, a larger part of each step is no computing
+    # With more workers, a larger part of each step is no computing.
+    phases = Phases.at(lodger.curve, lodger.maximum, lodger.passes)
     room = settings.max_slowdown - phases.compute / phases.step
     end = bisect_right(by_load, (room, ""))
     for _, name in reversed(by_load[max(0, end - settings.tries) : end]):
@@ -240,6 +277,10 @@ def _try(lodger: Demand, host: _Host, most: int, settings: PackingSettings) -> _
 def _slowdowns(devices: Sequence[Sequence[str]], phases: Mapping[str, Phases]) -> dict[str, float]:
     """Of each job: by the slowest of its devices."""
     slowest = dict.fromkeys(phases, 1.0)
+    if any(of.uneven for of in phases.values()):
+        places = tuple(tuple(n for n, there in enumerate(devices) if name in there) for name in phases)
+        steps = _share(tuple(phases.values()), places)
+        return {name: max(1.0, step / phases[name].step) for name, step in zip(phases, steps, strict=True)}
     for there in {tuple(sorted(there)) for there in devices}:
         steps = _share(tuple(phases[name] for name in there))
         for name, step in zip(there, steps, strict=True):

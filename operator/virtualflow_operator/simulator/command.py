@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_kinds(given, trace)
     if given.capacity is not None:
         trace = trace.on(given.capacity)
+    trace = trace if given.fixed_batches else trace.with_chosen_batches
     chosen = {name: BASELINES.get(name) or policy(name) for name in given.policy or POLICIES}
     results: dict[str, Result] = {}
     with ProgressBar("simulating", len(chosen) * len(trace.jobs)) as progress:
@@ -123,7 +124,23 @@ def parser(defaults: SimulationSettings) -> Parser:
         "at; no steps, but what jobs like it needed; or no steps (default all)",
     )
     parser.add_argument(
+        "--packing",
+        metavar="N",
+        help="let jobs that wait compute on devices of others, in turns with them, up to N jobs on a device (default: "
+        "no job does)",
+        type=int,
+        action=Number,
+        least=2,
+        most=sys.maxsize,
+        must="give 2 or more jobs",
+    )
+    parser.add_argument(
         "--one-pool", action="store_true", help="for comparison: policies that take all kinds of device for one"
+    )
+    parser.add_argument(
+        "--fixed-batches",
+        action="store_true",
+        help="for comparison: leave also those jobs their batch that allow another one",
     )
     parser.add_argument("--every", type=float, metavar="S", help="decide at least every S seconds (default: at events)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the measures there")
@@ -140,6 +157,7 @@ def _check_kinds(given: argparse.Namespace, trace: JobTrace) -> None:
         "--every": given.every is not None,
         "--restart": given.restart,
         "--release": given.release is not None,
+        "--packing": given.packing is not None,
         f"--knowledge {given.knowledge}": given.knowledge in ("past", "none"),
         **{f"--policy {name}": name in (given.policy or ()) for name in BASELINES},
     }
@@ -171,7 +189,16 @@ def _play(
     defaults: SimulationSettings,
 ) -> Result:
     if not trace.has_kinds:
-        return simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
+        return simulate(
+            trace,
+            decide,
+            cost,
+            defaults.scheduling,
+            knowledge=given.knowledge,
+            every=given.every,
+            jobs_per_device=given.packing or 1,
+            fixed_sizes=name in FIXED_SIZES,
+        )
     decider = Unaware(decide) if given.one_pool else Aware(decide, elastic=name not in FIXED_SIZES)
     return simulate_devices(trace, decider, cost, defaults.scheduling, knowledge=given.knowledge).result
 
@@ -215,7 +242,8 @@ _HEADING: tuple[str, ...] = (
 def table(measured: Mapping[str, Measures]) -> str:
     """The measures of some policies as lines of text, a policy each."""
     foreseen = any(of.expected for of in measured.values())
-    rows = [_HEADING + ("foreseen", "off by") * foreseen]
+    packed = any(of.lodgers for of in measured.values())
+    rows = [_HEADING + ("foreseen", "off by") * foreseen + ("computing", "lodgers", "slowest step") * packed]
     for name, of in measured.items():
         times = (
             of.makespan,
@@ -228,7 +256,8 @@ def table(measured: Mapping[str, Measures]) -> str:
         )
         counts = (f"{of.utilisation:.0%}", f"{of.fairness:.2f}", f"{of.resizes:,}", f"{of.suspensions:,}")
         errors = (f"{of.expected / max(1, of.jobs - of.unfinished):.0%}", f"{of.expected_factor:.1f} x") * foreseen
-        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts, *errors))
+        sharing = (f"{of.computing:.0%}", f"{of.lodgers:,}", f"{of.longest_slowdown:.2f} x") * packed
+        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts, *errors, *sharing))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for first, *others in rows:

@@ -4,6 +4,10 @@ Time jumps from one event to the next: a job comes or ends, capacity comes or go
 decision may change because time passed. After all events of one moment the policy decides once, and what it says is
 applied. What is modelled of a change is its price (:class:`ResizeCost`); which node a worker is on is not, so a node
 that vanishes is paid for by the jobs that the policy shrinks for it.
+
+Where jobs share devices, ``scheduling.packing`` seats those who wait, as in a queue. A lodger's workers count after
+``join`` seconds; it keeps its seat until its own first workers are ready; and a job on shared devices is as much slower
+as was predicted.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Literal
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
+from virtualflow_operator.scheduling.packing import Phases, Seat, pack
 from virtualflow_operator.scheduling.service_time import Forecast, Past
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.clock import Clock, JobBooks, Occasion
@@ -52,8 +57,18 @@ class ResizeCost:
 @dataclass(kw_only=True)
 class _Job(JobBooks):
     demand: Demand
+    curve: ScalingCurve
+    """Its speeds in the trace, whatever policies know of them."""
     running: int = 0
     """Workers that count."""
+    seat: Seat | None = None
+    """On another job's devices."""
+    slowdown: float = 1.0
+    """How many times as long as alone a step takes."""
+    longest_slowdown: float = 1.0
+    lodged: bool = False
+    computed: float = 0.0
+    """Unit-seconds in which devices computed for it, at ``synced``."""
     joining: list[tuple[float, int]] = field(default_factory=list)
     """Those that are on their way: when they will be ready, and how many."""
     seen: dict[int, float] = field(default_factory=dict)
@@ -71,7 +86,14 @@ class _Job(JobBooks):
         return self.running > 0
 
     def speed(self) -> float:
-        return self.job.speed(self.running)
+        return self.job.speed(self.running) / self.slowdown
+
+    def catch_up(self, now: float) -> None:
+        before = self.done
+        super().catch_up(now)
+        if self.done > before:
+            compute = Phases.at(self.curve, self.running, self.demand.passes).compute
+            self.computed += (self.done - before) * compute * self.running * self.job.units
 
     def worth(self) -> float:
         """Unit-seconds at its minimum that its steps so far are worth, as far as its speed was seen."""
@@ -90,22 +112,42 @@ def simulate(
     knowledge: Knowledge = "all",
     every: float | None = None,
     past: Past = Past(),  # noqa: B008  (a value)
+    jobs_per_device: int = 1,
+    fixed_sizes: bool = False,
 ) -> Result:
     """Play ``trace`` against ``policy``.
 
     Args:
         past: what is remembered of jobs before the trace; with the knowledge ``past`` only.
         every: seconds between decisions that nothing else causes; ``None``: none of these.
+        jobs_per_device: at most; with 2 or more, jobs that wait may compute on devices of others, in turns with them.
+        fixed_sizes: whether the policy is one of :data:`.FIXED_SIZES`, under which a lodger has its size, too.
 
     Raises:
-        ConfigurationError: there is no capacity in the trace at all, or ``every`` is below 1.
+        ConfigurationError: there is no capacity in the trace at all, ``every`` is below 1, or jobs are to share devices
+            though policies do not know their speeds or decisions are carried out in turn.
         PolicyError: the policy gave out more than there was, or broke a job's limits.
     """
     if every is not None and not (math.isfinite(every) and every >= 1):
         raise ConfigurationError(f"decide every {every:g} seconds: give 1 or more, or leave it out")
     if not any(isinstance(event, NodeEvent) for event in trace.events):
         raise ConfigurationError("there is no capacity in the trace; add rows with event=node, or give --capacity")
-    return _Simulation(trace, policy, cost, settings, knowledge=knowledge, every=every, past=past).run()
+    if jobs_per_device > 1 and (knowledge != "all" or cost.release is not None):
+        raise ConfigurationError(
+            "jobs share devices at once, and by speeds that are known; leave out --knowledge and --release beside "
+            "--packing"
+        )
+    return _Simulation(
+        trace,
+        policy,
+        cost,
+        settings,
+        knowledge=knowledge,
+        every=every,
+        past=past,
+        jobs_per_device=jobs_per_device,
+        fixed_sizes=fixed_sizes,
+    ).run()
 
 
 class PolicyError(AssertionError):
@@ -123,8 +165,11 @@ class _Simulation:
         knowledge: Knowledge,
         every: float | None,
         past: Past,
+        jobs_per_device: int,
+        fixed_sizes: bool,
     ) -> None:
         self._policy, self._cost, self._settings = policy, cost, settings
+        self._jobs_per_device, self._fixed_sizes = jobs_per_device, fixed_sizes
         self._knowledge, self._every = knowledge, every
         self._clock = Clock(trace)
         self._events = trace.events
@@ -141,7 +186,15 @@ class _Simulation:
 
     def run(self) -> Result:
         self._clock.run(self._happen, self._decide)
-        outcomes = tuple(job.outcome(job.expected, job.needed) for job in self._all)
+        outcomes = tuple(
+            replace(
+                job.outcome(job.expected, job.needed),
+                computed=job.computed,
+                lodged=job.lodged,
+                slowdown=job.longest_slowdown,
+            )
+            for job in self._all
+        )
         return Result(outcomes, tuple(self._capacity), self._decisions)
 
     def _happen(self, kind: Occasion, subject: int | str, plan: int) -> bool:
@@ -169,6 +222,8 @@ class _Simulation:
         job.joining = [(due, workers) for due, workers in job.joining if due > self._clock.now]
         if job.running:
             self._pause(job)
+        if job.seat is not None and job.given:
+            self._leave_seat(job)
         job.running += ready
         self._learn(job)
         job.schedule_end(self._clock)
@@ -177,9 +232,10 @@ class _Simulation:
     def _arrive(self, index: int) -> None:
         event = self._events[index]
         if isinstance(event, JobEvent):
-            curve = ScalingCurve.of(event.throughput.items()) if self._knowledge == "all" else ScalingCurve()
-            demand = event.demand(curve, event.steps if self._knowledge in ("all", "seen") else None)
-            job = _Job(job=event, demand=demand, synced=self._clock.now)
+            curve = ScalingCurve.of(event.throughput.items())
+            known = curve if self._knowledge == "all" else ScalingCurve()
+            demand = event.demand(known, event.steps if self._knowledge in ("all", "seen") else None)
+            job = _Job(job=event, demand=demand, curve=curve, synced=self._clock.now)
             self._all.append(job)
             self._active[event.name] = job
             return
@@ -235,6 +291,8 @@ class _Simulation:
             if decision[name].workers != job.demand.allocated:
                 self._pending.append((job, decision[name].workers))
         self._carry_out()
+        if self._jobs_per_device > 1:
+            self._seat(demands, decision)
         self._ask_again()
 
     def _carry_out(self) -> bool:
@@ -270,6 +328,43 @@ class _Simulation:
         self._clock.push(self._clock.now + self._cost.release, "retry")
         return True
 
+    def _seat(self, demands: list[Demand], decision: dict[str, Allocation]) -> None:
+        """Seat those who wait, as a queue with packing does, and tell everybody how much slower it is."""
+        now = self._clock.now
+        asked = [demand.of_fixed_size for demand in demands] if self._fixed_sizes else demands
+        seated = {name: job.seat.host for name, job in self._active.items() if job.seat and not job.given}
+        packed = pack(asked, decision, self._jobs_per_device, self._settings.packing, seated)
+        for name, job in self._active.items():
+            if job.seat is not None and job.given:
+                continue  # until its own workers are ready
+            job.catch_up(now)
+            seat = packed.seats.get(name)
+            if seat != job.seat:
+                if job.seat is not None:
+                    self._leave_seat(job)
+                if seat is not None:
+                    self._take_seat(job, seat)
+            job.slowdown = packed.slowdowns.get(name, 1.0)
+            job.longest_slowdown = max(job.longest_slowdown, job.slowdown)
+            job.schedule_end(self._clock)
+
+    def _take_seat(self, job: _Job, seat: Seat) -> None:
+        job.seat, job.lodged = seat, True
+        if job.started is None:
+            job.started = self._clock.now
+        self._expect(job, seat.workers)
+
+    def _leave_seat(self, job: _Job) -> None:
+        job.seat, job.slowdown, job.running = None, 1.0, 0
+        if not job.given:
+            job.joining = []
+
+    def _expect(self, job: _Job, workers: int) -> None:
+        """Have so many more workers ready after the time that they take."""
+        ready = self._clock.now + (self._cost.join if job.job.join is None else job.job.join)
+        job.joining.append((ready, workers))
+        self._clock.push(ready, "joined", job.job.name)
+
     def _ask_again(self) -> None:
         due = next_change(self._clock.now, (job.demand for job in self._active.values()), self._settings)
         wake = math.inf if due is None else due
@@ -288,9 +383,15 @@ class _Simulation:
         job.demand = job.demand.given(workers, now)
         job.change(now, workers)
         before = job.running
+        if job.seat is not None and workers:  # none of its workers goes along
+            job.joining = []
+            job.running = 0 if cost.stop else job.running
+            self._expect(job, workers)
+            return
         if cost.stop or not workers:
             job.running = 0
             job.joining = []
+            job.seat = None
         fewer = job.running + sum(count for _, count in job.joining) - workers
         while fewer > 0 and job.joining:  # the last to come are called off first, which costs nobody anything
             due, count = job.joining.pop()
@@ -303,9 +404,7 @@ class _Simulation:
             self._pause(job)
             self._learn(job)
         elif fewer < 0:
-            ready = now + (cost.join if job.job.join is None else job.job.join)
-            job.joining.append((ready, -fewer))
-            self._clock.push(ready, "joined", job.job.name)
+            self._expect(job, -fewer)
         if job.running != before:
             job.schedule_end(self._clock)
 

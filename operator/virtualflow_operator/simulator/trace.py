@@ -8,7 +8,10 @@ One row, or one object of the list ``events``, is one event. ``event`` says whic
   ``units`` of capacity for each worker (1), ``namespace`` (``default``), ``on_demand`` (``true``: the minimum must not
   be on spot capacity), ``join`` (seconds until a new worker counts: as for all jobs). Where there are kinds of device,
   ``throughput`` is that of each (``V100=1:2.0 4:6.5; K80=1:0.4``), and ``mobility`` what a job may do that has begun:
-  ``mixes`` (the default), ``moves`` or ``stays``.
+  ``mixes`` (the default), ``moves`` or ``stays``. Where backward passes end early, ``backward`` has the fractions of
+  their classes, which rotate (``1 0.75 0.5 0.25``), and ``virtual_nodes`` says how many there are (one a worker). A
+  job that is ``statistical`` (``true``) may have its batch chosen: ``batch`` is the one that ``steps`` and
+  ``throughput`` are of, ``min_batch`` and ``max_batch`` are the bounds.
 - ``node``: ``units`` of capacity join; ``spot`` (``true``) if they may be withdrawn. Where there are kinds of device,
   ``kind``, ``price`` of a unit for a second (1) and ``rating``: how fast it is thought to be beside the others (1).
 - ``gone``: the node ``name`` leaves.
@@ -28,7 +31,10 @@ from typing import Any
 import msgspec
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.scheduling import Demand, Mobility, ScalingCurve
+from virtualflow.protocol.settings import cost_of
+from virtualflow_operator.scheduling import Demand, Mobility, RotatingPasses, ScalingCurve
+from virtualflow_operator.scheduling.batch_choice import BatchBounds, choose_batch, speedup
+from virtualflow_operator.scheduling.packing import Phases
 
 COLUMNS = (
     "event",
@@ -50,6 +56,12 @@ COLUMNS = (
     "price",
     "rating",
     "mobility",
+    "backward",
+    "virtual_nodes",
+    "statistical",
+    "batch",
+    "min_batch",
+    "max_batch",
 )
 """Of a CSV file, in the order in which they are written; a file may leave out those that it does not need."""
 
@@ -75,6 +87,41 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     on_demand: bool = False
     join: float | None = None
     """Seconds until a new worker counts; ``None``: as for all jobs."""
+    backward: tuple[float, ...] = ()
+    """How far backward passes go, by class (``spec.backward.fractions``); empty: all are whole."""
+    virtual_nodes: int = 0
+    """0: the maximum of workers."""
+    statistical: bool = False
+    """Whether its result need not be equal; only then may its batch be chosen."""
+    batch: int = 0
+    """Samples of one of its steps; 0: nobody says, and it stays what it is."""
+    min_batch: int = 0
+    max_batch: int = 0
+    """Bounds of what may be chosen; 0: ``batch``."""
+
+    @property
+    def batches(self) -> BatchBounds:
+        return BatchBounds(self.min_batch or self.batch, self.batch, self.max_batch or self.batch)
+
+    @property
+    def with_chosen_batches(self) -> JobEvent:
+        """The job whose speeds are those of the batch that is best for each number of workers.
+
+        Its steps stay those of ``batch`` samples: so many samples are trained, whatever the batch.
+        """
+        if not self.statistical or not self.batch or self.kinds:
+            return self
+        curve, speeds = ScalingCurve.of(self.throughput.items()), {}
+        for workers, speed in self.throughput.items():
+            phases = Phases.at(curve, workers, self.passes)
+            speeds[workers] = speed * speedup(phases, choose_batch(phases, self.batches), self.batch)
+        return msgspec.structs.replace(self, throughput=speeds)
+
+    @property
+    def passes(self) -> RotatingPasses | None:
+        if not self.backward:
+            return None
+        return RotatingPasses(tuple(map(cost_of, self.backward)), self.virtual_nodes or self.maximum)
 
     @property
     def maximum(self) -> int:
@@ -108,6 +155,7 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
             steps_left=steps_left,
             curve=curve,
             minimum_on_demand=self.on_demand,
+            passes=self.passes,
         )
 
 
@@ -149,6 +197,12 @@ class JobTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same jobs on ``units`` of steady on-demand capacity, in place of the nodes of the trace."""
         first = min((job.time for job in self.jobs), default=0.0)
         return JobTrace((NodeEvent(first, "all", units), *self.jobs), self.comment)
+
+    @property
+    def with_chosen_batches(self) -> JobTrace:
+        """The same with the best batch that each job allows; see :attr:`.JobEvent.with_chosen_batches`."""
+        events = (event.with_chosen_batches if isinstance(event, JobEvent) else event for event in self.events)
+        return JobTrace(tuple(events), self.comment)
 
 
 def read(path: Path) -> JobTrace:
@@ -232,6 +286,15 @@ def _wrong(event: Event) -> str | None:
         return f"requested={event.requested}: give a number from min={event.min} to max={event.maximum}"
     if not (math.isfinite(event.weight) and event.weight > 0):
         return f"weight={event.weight:g}: give a number above 0"
+    if not all(0 < fraction <= 1 for fraction in event.backward):
+        return "backward: give fractions above 0, at most 1, such as 1 0.75 0.5 0.25"
+    if (event.min_batch or event.max_batch) and not event.statistical:
+        return "min_batch, max_batch: a bitwise job never changes its batch; give statistical=true, or leave them out"
+    least, most = event.min_batch or event.batch, event.max_batch or event.batch
+    if not (0 < least <= event.batch <= most or least == event.batch == most == 0):
+        return f"batch={event.batch}: give 1 <= min_batch={least} <= batch <= max_batch={most}"
+    if event.virtual_nodes and event.virtual_nodes < event.maximum:
+        return f"virtual_nodes={event.virtual_nodes}: give one or more for each of {event.maximum} workers"
     if event.join is not None and not (math.isfinite(event.join) and event.join >= 0):
         return f"join={event.join:g}: give seconds from 0"
     return None
@@ -276,10 +339,12 @@ _CELLS = {
     "join": "give a number",
     "on_demand": "give true or false",
     "spot": "give true or false",
+    "statistical": "give true or false",
     "throughput": "write workers:steps per second, such as 1:2.0 4:6.5",
     "price": "give a number",
     "rating": "give a number",
     "mobility": "give mixes, moves or stays",
+    "backward": "give fractions above 0, at most 1, such as 1 0.75 0.5 0.25",
 }
 """What to do about a cell that makes no sense; the others that are not text take whole numbers."""
 
@@ -322,6 +387,8 @@ def _value(column: str, cell: str, kind: Any) -> Any:
         raw = {workers: speed for workers, _, speed in pairs}
         if len({workers for workers, _, _ in pairs}) < len(pairs):
             raise ValueError(f"throughput={cell}: give each number of workers once")
+    if column == "backward":
+        raw = cell.split()
     try:
         return msgspec.convert(raw, kind, strict=False)
     except msgspec.ValidationError:
@@ -359,6 +426,8 @@ def _cell(value: object) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:.10g}"
+    if isinstance(value, tuple):
+        return " ".join(map(_cell, value))
     if isinstance(value, dict):
         return " ".join(f"{workers}:{speed:.6g}" for workers, speed in value.items())
     return str(value)

@@ -33,21 +33,27 @@ def queue(most: int | None = 2, **spec: Any) -> Queue:
     return read_queue({"metadata": {"name": "shared", "uid": "q", "generation": 3}, "spec": whole})
 
 
-def measured(away: float = 0.5, workers: int = 2, kind: str = "") -> list[Spec]:
-    """What is known of a job whose devices idle for that part of a step of one second."""
-    point = {"workers": workers, "stepsPerSecond": "1", "computingMilliseconds": f"{1_000 * (1 - away):g}"}
+def measured(away: float = 0.5, workers: int = 2, kind: str = "", speed: float = 1.0) -> list[Spec]:
+    """What is known of a job whose devices idle for that part of a step, of one second unless ``speed`` is another."""
+    computing = f"{1_000 * (1 - away) / speed:g}"
+    point = {"workers": workers, "stepsPerSecond": f"{speed:g}", "computingMilliseconds": computing}
     return [point | ({"kind": kind} if kind else {})]
 
 
 def member(
-    name: str, pods: tuple[str, ...] = (), away: float | None = 0.5, created: float = 100, **spec: Any
+    name: str,
+    pods: tuple[str, ...] = (),
+    away: float | None = 0.5,
+    created: float = 100,
+    speed: float = 1.0,
+    **spec: Any,
 ) -> QueueMember:
     """A job of two workers, a GPU each. It runs where its pods are, and waits if it has none."""
     facts: Spec = {key: spec.pop(key) for key in ("made_for", "takes_turns", "lodging", "seatless") if key in spec}
     kind = facts["made_for"][0] if facts.get("made_for") else ""
     pod = {"containers": [container(resources={"limits": {GPU: spec.pop("gpus", 1)}})]}
     usual: Spec = {"queue": "shared", "replicas": 2, "minReplicas": 2, "maxReplicas": 2, "virtualNodes": 8}
-    status = {} if away is None else {"scaling": measured(away, kind=kind)}
+    status = {} if away is None else {"scaling": measured(away, kind=kind, speed=speed)}
     raw = body(status, name=name, uid=f"uid-{name}", **(usual | {"workerGroups": [group(pod=pod)]} | spec))
     since, kinds = NOW - 60, ((kind, len(pods)),) if kind else ()
     grant = Grant(f"uid-{name}", "shared", len(pods), "", since=since, resized=since, kind=kind, kinds=kinds)
@@ -99,6 +105,19 @@ def test_a_job_that_waits_computes_on_the_devices_of_another() -> None:
     assert decision.status.capacity is not None
     assert decision.status.capacity.allocated == "2", "a lodger takes nothing"
     assert (decision.status.jobs.running, decision.status.jobs.waiting) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("backward", "seated"),
+    [
+        pytest.param({}, {"b": "ml/a"}, id="whole passes"),
+        pytest.param({"fractions": [1, 0.1]}, {}, id="passes that rotate: one worker's long one holds up the other"),
+        pytest.param({"fractions": [1, 0.1], "rotate": False}, {"b": "ml/a"}, id="passes by which work is split"),
+    ],
+)
+def test_a_seat_is_predicted_by_how_far_backward_passes_go(backward: Spec, seated: dict[str, str]) -> None:
+    spec: Spec = {"virtualNodes": 2} | ({"backward": backward} if backward else {})
+    assert hosts(decide(member("a", PAIR, away=0.4, speed=1.2, **spec), member("b"))) == seated
 
 
 NEVER: dict[str, tuple[QueueMember, QueueMember, Spec]] = {

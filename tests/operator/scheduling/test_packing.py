@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow_operator.scheduling import Allocation, Demand, ScalingCurve
+from virtualflow_operator.scheduling import Allocation, Demand, RotatingPasses, ScalingCurve
 from virtualflow_operator.scheduling.packing import Packing, Phases, pack, share, slowdown_bound
 from virtualflow_operator.settings import PackingSettings
 
@@ -34,7 +35,58 @@ def test_the_steps_of_jobs_that_share_a_device(jobs: list[Phases], steps: list[f
     assert share(jobs) == pytest.approx(steps, rel=0.03)
 
 
-phases = st.builds(Phases, st.floats(0.01, 10.0), st.floats(0.0, 10.0))
+ONE_LONG, OTHER_LONG = ((1.5,), (0.5,)), ((0.5,), (1.5,))
+BY_TURNS = ((1.5, 0.5), (0.5, 1.5))
+"""Two workers, of which one computes for long in each step."""
+
+
+@pytest.mark.parametrize(
+    ("uneven", "step"),
+    [
+        pytest.param([(), ()], 2.0, id="even"),
+        pytest.param([ONE_LONG, ONE_LONG], 3.0, id="the long passes of both on one device"),
+        pytest.param([ONE_LONG, OTHER_LONG], 2.0, id="each one's long pass beside the other's short one"),
+        pytest.param([BY_TURNS, ()], 2.0, id="where one pass is short, the other job begins early"),
+        pytest.param([BY_TURNS, BY_TURNS], 2.0, id="long passes that pass each other by"),
+    ],
+)
+def test_uneven_passes_are_followed_on_all_devices(uneven: list[tuple[tuple[float, ...], ...]], step: float) -> None:
+    jobs = [Phases(1.0, 0.0, of) for of in uneven]
+    assert share(jobs, [(0, 1)] * 2) == pytest.approx([step] * 2, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("costs", "virtual_nodes", "workers", "found"),
+    [
+        pytest.param((1.0, 0.5), 2, 2, ((4 / 3, 2 / 3), (2 / 3, 4 / 3)), id="a virtual node each"),
+        pytest.param((1.0, 0.5), 4, 2, (), id="one of each class: they compute alike"),
+        pytest.param((1.0, 0.5), 2, 1, (), id="one worker has them all"),
+        pytest.param((1.0,), 3, 2, ((2 / 3,), (4 / 3,)), id="whole passes, and unequal ranges"),
+        pytest.param((1.0, 0.0625), 1, 1, ((1.0 / 0.53125, 0.0625 / 0.53125),), id="one that differs by steps"),
+    ],
+)
+def test_what_workers_compute_where_passes_end_early(
+    costs: tuple[float, ...], virtual_nodes: int, workers: int, found: tuple[tuple[float, ...], ...]
+) -> None:
+    work = RotatingPasses(costs, virtual_nodes).work(workers)
+    assert [pytest.approx(of) for of in found] == list(work)
+
+
+@given(st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4).map(tuple), st.integers(1, 12), st.integers(1, 6))
+def test_workers_compute_once_the_mean_on_average(costs: tuple[float, ...], virtual_nodes: int, workers: int) -> None:
+    work = RotatingPasses(costs, virtual_nodes).work(workers)
+    assert all(len(of) == len(costs) for of in work)
+    if work:
+        assert fmean(one for of in work for one in of) == pytest.approx(1.0)
+
+
+uneven = st.lists(st.floats(0.3, 2.0), min_size=2, max_size=2).map(tuple)
+phases = st.builds(
+    Phases,
+    st.floats(0.01, 10.0),
+    st.floats(0.0, 10.0),
+    st.just(()) | st.lists(uneven, min_size=1, max_size=1).map(tuple),
+)
 
 
 @given(st.lists(phases, min_size=1, max_size=4))
@@ -42,7 +94,10 @@ def test_nobody_waits_for_more_than_a_turn_of_everybody_else(jobs: list[Phases])
     steps = share(jobs)
     for n, (job, step) in enumerate(zip(jobs, steps, strict=True)):
         assert job.step * (1 - 1e-9) <= step <= slowdown_bound(jobs, n) * job.step * (1 + 1e-9)
-    computing = sum(job.compute / step for job, step in zip(jobs, steps, strict=True))
+    computing = sum(
+        job.compute * fmean(job.uneven[0] if job.uneven else (1.0,)) / step
+        for job, step in zip(jobs, steps, strict=True)
+    )
     assert computing <= 1.1, "a device does not compute more than all the time, but for the edges of what is counted"
 
 

@@ -35,6 +35,8 @@ job,3,second,10,1:2,,,,,,,,7.5
 """
 HEADING = "event,time,name,steps,throughput,min,max,requested,weight,units\n"
 NODE = "node,0,n,,,,,,,4\n"
+EARLY = "event,time,name,steps,throughput,backward,virtual_nodes,statistical,batch,min_batch,max_batch\n"
+EARLY += "job,1,j,10,1:1 2:1.5,"
 
 
 def given(folder: Path, text: str, name: str = "trace.csv") -> Path:
@@ -108,6 +110,15 @@ def test_speeds_between_the_known_ones_are_on_a_line(workers: int, speed: float)
         (HEADING + NODE + NODE, "line 3: node n is already there; let it be gone first"),
         (HEADING + "gone,0,n,,,,,,,\n", "line 2: there is no node n then; name one that has joined"),
         (HEADING + "node,0,n,,,,,,,0\n", "line 2: units=0: give 1 or more"),
+        (
+            EARLY + "1 half,2,,,,\n",
+            "line 2: backward=1 half: give fractions above 0, at most 1, such as 1 0.75 0.5 0.25",
+        ),
+        (EARLY + "1 0,2,,,,\n", "line 2: backward: give fractions above 0, at most 1, such as 1 0.75 0.5 0.25"),
+        (EARLY + "1 0.5,1,,,,\n", "line 2: virtual_nodes=1: give one or more for each of 2 workers"),
+        (EARLY + ",,,8,,16\n", "line 2: min_batch, max_batch: a bitwise job never changes its batch; give statistical"),
+        (EARLY + ",,true,,8,16\n", "line 2: batch=0: give 1 <= min_batch=8 <= batch <= max_batch=16"),
+        (EARLY + ",,true,8,16,16\n", "line 2: batch=8: give 1 <= min_batch=16 <= batch <= max_batch=16"),
     ],
 )
 def test_a_trace_that_makes_no_sense_is_refused_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
@@ -170,6 +181,28 @@ def test_decisions_can_be_carried_out_in_turn_and_a_baseline_be_asked_for(
         about, _, row = capsys.readouterr().out.splitlines()
         assert about.endswith("; decisions in turn, units rest for 6 s") == bool(release)
         assert re.split(r"\s{2,}", row)[5] == waited
+
+
+def test_waiting_jobs_compute_on_devices_of_others_where_they_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = "".join(f"job,0,{name},100,1:1 2:1,2,,,,\n" for name in "ab")
+    path = given(tmp_path, HEADING + "node,0,n,,,,,,,2\n" + jobs)
+    for packing, found in (([], None), (["--packing", "2"], r"100%\s+1\s+1.00 x$")):
+        assert main([str(path), "--policy", "FIFO", *packing, "--json", str(tmp_path / "found.json")]) == 0
+        printed = capsys.readouterr().out.strip()
+        assert ("lodgers" in printed) == bool(packing)
+        assert found is None or re.search(found.replace("100", r"9\d"), printed)
+    measured = json.loads((tmp_path / "found.json").read_text())["FIFO"]
+    assert (measured["lodgers"], measured["longest_slowdown"]) == (1, 1.0)
+
+
+def test_a_statistical_job_has_the_batch_that_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two workers it exchanges for half of a step, and for a ninth with a batch that is eight times as large."""
+    path = given(tmp_path, EARLY.replace("2:1.5", "2:1").replace("j,10,", "j,1000,") + ",,true,8,,64\n")
+    for fixed, completion in (([], "562 s"), (["--fixed-batches"], "1,000 s")):
+        main([str(path), "--capacity", "2", "--policy", "FIFO", "--join", "0", *fixed])
+        assert completion in capsys.readouterr().out
 
 
 def test_other_capacity_replaces_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
