@@ -470,8 +470,17 @@ def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
         await tab.say(
             "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
-        await tab.until(f"{text('trouble')}.startsWith('The coordinator does not answer. What you see')")
+        await tab.until(
+            f"{text('trouble')}.startsWith('The coordinator does not answer. What you see was last known at')"
+        )
         await tab.until(f"{text('phase')}.startsWith('no news since ')")
+        pairs = "[...document.querySelectorAll('#facts > div')].map((tile) => ['dt', 'small'].map((one) => "
+        stale = f"Object.fromEntries({pairs} tile.querySelector(one).textContent)))"
+        said = await tab.value(stale)
+        since = (await tab.value(text("phase"))).removeprefix("no news since ")
+        assert all(said[name].startswith(f"at {since}") for name in ("Progress", "Speed", "Workers", "Goodput")), said
+        assert said["Virtual nodes"] == "bitwise", "it stays true"
+        assert await tab.value("document.title") == "digits: no news"
         server.state.incarnation += 1
         train(server.state, 9)
         await tab.say(
@@ -480,6 +489,7 @@ def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
         await tab.until(f"{text('progress')}.startsWith('step 9 of')")
         assert await tab.value("document.getElementById('trouble').hidden")
         assert await tab.value(text("phase")) == "training"
+        assert since not in str(await tab.value(stale))
 
     with_browser(story)
 

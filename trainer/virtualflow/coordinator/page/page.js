@@ -8,9 +8,9 @@ const HOW = "Open the address that virtualflow run --web or kubectl vf ui JOB ha
 const shown = {now: null, job: null, log: null, series: null, have: "", curves: null};
 let jobName = "";
 
-// Without news, what was last said of the job is no more than that.
+// `silent`: since when there is no news; what was last said of the job is no more than that.
 function showPhase(now, silent) {
-  write(find("phase"), silent || now.phase);
+  write(find("phase"), silent ? `no news since ${silent}` : now.phase);
   set(find("phase"), "class", `phase ${silent ? "silent" : now.phase}`);
 }
 
@@ -43,12 +43,13 @@ function tile(name) {
   return {node, ...words};
 }
 
-function showFacts(now, job, series) {
+function showFacts(now, job, series, silent) {
   const metric = Object.keys(series.metrics)[0] ?? Object.keys(now.metrics)[0], value = now.metrics[metric];
   const facts = new Map([["Progress", [now.place, now.times]]]);
   if (value !== undefined) facts.set("", [value, metric]);
   if (now.began !== null) facts.set("Started", [moment(now.began, now.time), ""]);
   for (const [name, ...said] of [...now.facts, ...job.facts]) facts.set(name, said);
+  const moves = new Set(["", "Progress", "Workers", ...now.facts.map(([name]) => name)]);
   const names = [...FIRST.filter((name) => facts.has(name)), ...[...facts.keys()].filter((name) => !FIRST.includes(name))];
   for (const [name, one] of tiles) {
     if (facts.has(name)) continue;
@@ -63,7 +64,7 @@ function showFacts(now, job, series) {
     if (name) gloss(dt, name);
     else write(dt, more);
     write(shows, said);
-    gloss(note, name ? more : "");
+    gloss(note, [silent && moves.has(name) ? `at ${silent}` : "", name ? more : ""].filter(Boolean).join(": "));
     if (bar) showBar(bar, now);
     if (find("facts").children[place] !== node) find("facts").insertBefore(node, find("facts").children[place] || null);
   });
@@ -190,7 +191,7 @@ function show(view) {
   const {now, job, log, series} = shown;
   find("all").hidden = false;
   showHead(now, job);
-  showFacts(now, job, series);
+  showFacts(now, job, series, "");
   if (view.job) showWorkers(job);
   if (view.log) showLog(now, log);
   showMetrics(now);
@@ -202,10 +203,13 @@ function show(view) {
 }
 
 function explain(answer) {
-  if (shown.now) showPhase(shown.now, `no news since ${moment(shown.now.time, Date.now() / 1000)}`);
-  if (answer === null) {
-    return shown.now ? "The coordinator does not answer. What you see is the latest that it said." : "The coordinator does not answer.";
+  const {now, job, series} = shown, silent = now ? moment(now.time, Date.now() / 1000) : "";
+  if (now) {
+    showPhase(now, silent);
+    showFacts(now, job, series, silent);
+    document.title = `${jobName || "VirtualFlow"}: no news`;
   }
+  if (answer === null) return `The coordinator does not answer.${now ? ` What you see was last known at ${silent}.` : ""}`;
   if (answer.status === 429) return "Too many pages look at this job; this one tries again.";
   return `The coordinator refuses (${answer.status}).`;
 }
