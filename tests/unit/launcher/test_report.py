@@ -93,7 +93,7 @@ def test_bar_step_time_and_time_left_stay_however_many_metrics_there_are(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setenv("COLUMNS", str(width))
     reason = "worker-2 lost: killed by signal 9 (SIGKILL) while it computed virtual node 5 of 8"
-    lost = msgspec.structs.replace(MOVED, cause="lost", to=1, reason=reason, pause_ms=4_321.0)
+    lost = msgspec.structs.replace(MOVED, cause="lost", from_=3, to=2, reason=reason, pause_ms=4_321.0)
     figures = {f"metric_number_{number}": 0.5 for number in range(metrics)}
     status = coordinator_status(
         "training",
@@ -116,4 +116,6 @@ def test_bar_step_time_and_time_left_stay_however_many_metrics_there_are(
     assert "━" in bar
     assert bar.index("step") > 10, "there is room for the bar"
     assert any("244 ms a step (251 ms predicted)" in line for line in lines)
-    assert "pause 4.32 s" in " ".join(" ".join(line.strip("│ ") for line in lines).split())
+    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())
+    assert f"workers: 2 of 2 wanted (1 fewer since step {lost.step}: {reason})" in text
+    assert "pause 4.32 s" in text

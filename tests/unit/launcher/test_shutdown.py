@@ -76,11 +76,32 @@ DONE = "done: 12 steps in 3.2 s, digest abc, 0 membership changes, 0 repeated st
         pytest.param(
             facts(Shutdown("failed", 0.0, "ValueError: sour"), logs=Path("/l")),
             1,
-            ["the job failed: ValueError: sour (the output of every process is in /l)"],
+            [
+                "the job failed: ValueError: sour (the output of every process is in /l)",
+                "without --checkpoint-dir no checkpoint was written: the next run starts from step 1",
+            ],
             id="failed",
         ),
         pytest.param(
-            facts(Shutdown("failed", 0.0, "port 1 is taken", started=False)), 1, ["port 1 is taken"], id="not started"
+            facts(Shutdown("failed", 0.0, "ValueError: sour"), checkpoint_dir=Path("/c"), newest_checkpoint=7),
+            1,
+            [
+                "the job failed: ValueError: sour",
+                "the same command resumes from the checkpoint of step 7 in /c",
+            ],
+            id="failed, with a checkpoint",
+        ),
+        pytest.param(
+            facts(Shutdown("failed", 0.0, "no such module"), status=coordinator_status("failed", step=0)),
+            1,
+            ["the job failed: no such module"],
+            id="failed before the first step",
+        ),
+        pytest.param(
+            facts(Shutdown("failed", 0.0, "port 1 is taken", started=False), status=None),
+            1,
+            ["port 1 is taken"],
+            id="not started",
         ),
         pytest.param(
             facts(STOPPED),

@@ -104,6 +104,76 @@ def test_a_slow_worker_is_named_while_the_job_is_not_over() -> None:
     assert view_job(coordinator_status("done", slow, SECOND), NOW).job.notes == ()
 
 
+def say(fact: str, status: Status) -> str:
+    """What the view says of it; empty: nothing."""
+    view = view_job(status, NOW)
+    return next((str(one) for one in (*view.now.facts, *view.job.facts) if one.name == fact), "")
+
+
+@pytest.mark.parametrize(
+    ("phase", "saved", "said"),
+    [
+        ("training", None, ""),
+        ("training", CheckpointState(NOW), "checkpoint: none"),
+        ("training", CheckpointState(NOW, 30, NOW - 12), "checkpoint: step 30 (12 s ago)"),
+        ("failed", None, "checkpoint: none (a restart repeats 40 steps)"),
+        ("failed", CheckpointState(NOW, 39, NOW - 12), "checkpoint: step 39 (12 s ago; a restart repeats 1 step)"),
+        (
+            "failed",
+            CheckpointState(NOW, 30, NOW - 12, "the disk is full"),
+            "checkpoint: step 30 (the disk is full; a restart repeats 10 steps)",
+        ),
+        ("done", CheckpointState(NOW, 40, NOW), "checkpoint: step 40 (0 s ago)"),
+    ],
+)
+def test_of_a_failed_job_it_is_said_which_checkpoint_is_left_and_what_a_restart_costs(
+    phase: str, saved: CheckpointState | None, said: str
+) -> None:
+    assert say("Checkpoint", coordinator_status(phase, checkpoint=saved)) == said
+
+
+COMES = WorkerStatus("worker-2", "c", "h", 13, "starting", 0, 0)
+JOINED = msgspec.structs.replace(LOST, from_=2, to=3, cause="join", reason="worker-2 joins")
+
+
+@pytest.mark.parametrize(
+    ("workers", "facts", "note"),
+    [
+        pytest.param((FIRST, SECOND), {}, "", id="all are there"),
+        pytest.param(
+            (FIRST, SECOND),
+            {"last_change": LOST},
+            " (1 fewer since step 71: worker-2 is lost)",
+            id="one fewer is wanted",
+        ),
+        pytest.param(
+            (FIRST, SECOND, COMES),
+            {"last_change": LOST, "wanted": 3},
+            " (1 fewer since step 71: worker-2 is lost; worker-2 starting)",
+            id="it is being replaced",
+        ),
+        pytest.param(
+            (FIRST, SECOND, COMES, msgspec.structs.replace(COMES, worker="worker-3")),
+            {"wanted": 4, "proposed": 5},
+            " (worker-2 and 1 more starting; generation 5 is being prepared)",
+            id="two more are wanted",
+        ),
+        pytest.param((FIRST, SECOND), {"last_change": JOINED, "wanted": 3}, "", id="another change came since"),
+        pytest.param(
+            (msgspec.structs.replace(FIRST, slowness=2.417), SECOND),
+            {},
+            " (worker-0 slow: 2.42 times as long)",
+            id="one is slow",
+        ),
+    ],
+)
+def test_beside_the_number_of_workers_stands_who_is_missed_comes_or_is_slow(
+    workers: tuple[WorkerStatus, ...], facts: dict[str, Any], note: str
+) -> None:
+    status = coordinator_status("training", *workers, **facts)
+    assert say("Workers", status) == f"workers: 2 of {status.wanted} wanted{note}"
+
+
 def test_everything_that_is_known_is_a_fact_and_what_is_not_is_none() -> None:
     facts = {
         "non_finite": NonFinite("loss", "NaN", 33),

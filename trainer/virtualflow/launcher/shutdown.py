@@ -130,7 +130,8 @@ def conclude(facts: JobOutcome) -> Conclusion:
         case "failed":
             where = f" (the output of every process is in {facts.logs})" if facts.logs is not None else ""
             failed = "the job failed: " if shutdown.started else ""
-            return Conclusion(EXIT_FAILED, [f"{failed}{shutdown.reason}{where}"])
+            left = [_describe_rest(facts)] if facts.status is not None and facts.status.job_step else []
+            return Conclusion(EXIT_FAILED, [f"{failed}{shutdown.reason}{where}", *left])
         case "stopped":
             otherwise = 0 if shutdown.planned else EXIT_FAILED
             code = 128 + shutdown.signal if shutdown.signal is not None else otherwise
@@ -172,15 +173,19 @@ def _describe_steps(status: Status) -> str:
 def _describe_stop(facts: JobOutcome) -> str:
     step = facts.status.step if facts.status is not None else 0
     of_run = f" of run {facts.status.run}" if facts.status is not None and facts.status.run > 1 else ""
-    said, directory = f"stopped after step {step}{of_run} ({facts.shutdown.reason})", facts.checkpoint_dir
-    unsaved = _failed_checkpoint(facts)
+    return f"stopped after step {step}{of_run} ({facts.shutdown.reason}); {_describe_rest(facts)}"
+
+
+def _describe_rest(facts: JobOutcome) -> str:
+    """What is left of a training that is not complete, and where the next run starts."""
+    unsaved, directory = _failed_checkpoint(facts), facts.checkpoint_dir
     if unsaved is not None:
-        return f"{said}; {unsaved.text}"
+        return unsaved.text
     if directory is None:
-        return f"{said}; without --checkpoint-dir no checkpoint was written: the next run starts from step 1"
+        return "without --checkpoint-dir no checkpoint was written: the next run starts from step 1"
     if facts.newest_checkpoint is None:
-        return f"{said}; there is no checkpoint in {directory}: the next run starts from step 1"
-    return f"{said}; the same command resumes from the checkpoint of step {facts.newest_checkpoint} in {directory}"
+        return f"there is no checkpoint in {directory}: the next run starts from step 1"
+    return f"the same command resumes from the checkpoint of step {facts.newest_checkpoint} in {directory}"
 
 
 def _failed_checkpoint(facts: JobOutcome) -> Event | None:

@@ -6,13 +6,14 @@ has states of its own: in a job that has ended nobody trains, and a worker that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from virtualflow.protocol.http_api import ENDED, Event, Phase, Status, WorkerStatus
-from virtualflow.protocol.messages import Base, Change, Usage
+from virtualflow.protocol.messages import Base, Change, CheckpointState, Usage
 from virtualflow.protocol.wording import (
     PLAINTEXT,
     counted,
@@ -142,7 +143,7 @@ class WorkerView(Base, frozen=True, tag=False):
     state: str
     first: int
     count: int
-    """Virtual nodes that it is assigned, from that one on."""
+    """Virtual nodes that it is assigned; from that one on, where ``nodes`` is one range."""
     nodes: str
     pace: str
     """Milliseconds per virtual node."""
@@ -285,9 +286,9 @@ def nodes_fact(virtual_nodes: int | None, reproducibility: str | None) -> list[F
     return [] if virtual_nodes is None else [Fact("Virtual nodes", str(virtual_nodes), reproducibility or "")]
 
 
-def describe_nodes(first: int, last: int) -> str:
-    """The virtual nodes from ``first`` to before ``last``, as in ``3`` or ``0-3``."""
-    return str(first) if last == first + 1 else f"{first}-{last - 1}"
+def describe_nodes(ranges: Iterable[range]) -> str:
+    """Virtual nodes, as in ``3``, ``0-3`` or ``0-1, 4-5``."""
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in ranges)
 
 
 def describe_share(share: float) -> str:
@@ -329,10 +330,7 @@ def _facts_now(status: Status, now: float, speed: float) -> tuple[Fact, ...]:
         facts.append(Fact("Goodput", describe_share(share), f"of {duration(spent.paid)} of workers' time"))
     changes = f"{_repeated(status)}, generation {status.generation}"
     facts.append(Fact("Membership changes", str(status.changes_total), changes))
-    if (saved := status.checkpoint) is not None:
-        age = "" if saved.written is None else f"{duration(round(max(0.0, now - saved.written)))} ago"
-        newest = "none yet" if saved.step is None else f"step {saved.step}"
-        facts.append(Fact("Checkpoint", newest, saved.failure or age))
+    facts += _checkpoint(status, now)
     if (copy := status.memory_copy) is not None:
         facts.append(Fact("Copy in the coordinator's memory", f"step {copy.step}", format_bytes(copy.size)))
     return tuple(facts)
@@ -341,8 +339,7 @@ def _facts_now(status: Status, now: float, speed: float) -> tuple[Fact, ...]:
 def _facts(status: Status, training: int) -> tuple[Fact, ...]:
     facts, memory = [], status.memory
     if status.phase not in ENDED:
-        prepared = "" if status.proposed is None else f"generation {status.proposed} is being prepared"
-        facts.append(Fact("Workers", describe_wanted(training, status.wanted), prepared))
+        facts.append(Fact("Workers", describe_wanted(training, status.wanted), _describe_workers(status, training)))
     facts += nodes_fact(status.virtual_nodes, status.reproducibility)
     if memory is not None and memory.budgets:
         facts.append(Fact("Memory plans", f"{memory.planned} of {memory.budgets}", memory.plan))
@@ -357,6 +354,39 @@ def _facts(status: Status, training: int) -> tuple[Fact, ...]:
         steps = describe_steps(run.step, run.total_steps, run.stopped_early)
         facts.append(Fact(f"Run {run.run}", f"{early}{steps}, digest {run.digest}"))
     return tuple(facts)
+
+
+def _checkpoint(status: Status, now: float) -> list[Fact]:
+    """The newest checkpoint; of a job that has failed, also what a restart costs."""
+    saved, notes = status.checkpoint or CheckpointState(now), []
+    if saved.failure:
+        notes.append(saved.failure)
+    elif saved.step is not None and saved.written is not None:
+        notes.append(f"{duration(round(max(0.0, now - saved.written)))} ago")
+    if status.phase == "failed":
+        notes.append(f"a restart repeats {counted(max(0, status.step - (saved.step or 0)), 'step')}")
+    known = status.checkpoint is not None or status.phase == "failed"
+    newest = "none" if saved.step is None else f"step {saved.step}"
+    return [Fact("Checkpoint", newest, "; ".join(notes))] if known else []
+
+
+def _describe_workers(status: Status, training: int) -> str:
+    """Which workers are missed, come, or hold up the others."""
+    notes, change = [], status.last_change
+    if change is not None and _KINDS.get(change.cause) == "loss" and training <= change.to < change.from_:
+        notes.append(f"{change.from_ - change.to} fewer since step {change.step}: {change.reason}")
+    coming = [one.worker for one in status.workers if not one.assigned and one.state in ("starting", "ready")]
+    if coming and training < status.wanted:
+        notes.append(f"{_first_of(coming)} starting")
+    if status.proposed is not None:
+        notes.append(f"generation {status.proposed} is being prepared")
+    if slow := _slowest(status):
+        notes.append(f"{_first_of([one.worker for one in slow])} slow: {_slowness(slow[0])}")
+    return "; ".join(notes)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _repeated(changed: Status | Change | ChangeEntry) -> str:
@@ -388,22 +418,30 @@ def _notes(status: Status, unlisted: int) -> tuple[str, ...]:
     missed = [f"{lost.worker} ({lost.reason})" for lost in status.lost[-_LOST:] if lost.worker not in present]
     if missed:
         notes.append(f"Lost: {'; '.join(missed)}.")
-    slow = sorted((one for one in status.workers if _is_slow(one, status.phase)), key=lambda one: -(one.slowness or 0))
-    if slow:
-        named = [f"{one.worker} ({figure(one.slowness or 0)} times as long)" for one in slow[:_SLOW]]
+    if slow := _slowest(status):
+        named = [f"{one.worker} ({_slowness(one)})" for one in slow[:_SLOW]]
         notes.append(f"Slow, by what is usual for a virtual node: {', '.join(named)}.")
     return tuple(notes)
 
 
 def _worker(worker: WorkerStatus, phase: Phase) -> WorkerView:
     state: str = worker.state if phase not in ENDED or worker.state == "done" else "ended"
-    count = worker.last - worker.first
-    nodes = describe_nodes(worker.first, worker.last) if count > 0 else "-"
+    count, nodes = sum(map(len, worker.ranges)), describe_nodes(worker.ranges) or "-"
     pace = "-" if worker.pace_ms is None else figure(worker.pace_ms)
     usage = _usage(worker.usage if phase not in ENDED else None)
     slow = _is_slow(worker, phase)
     state = "crashed" if worker.crashed else f"{state}, slow" if slow else state
-    return WorkerView(worker.worker, state, worker.first, max(0, count), nodes, pace, worker.pid, usage, slow)
+    return WorkerView(worker.worker, state, worker.first, count, nodes, pace, worker.pid, usage, slow)
+
+
+def _slowest(status: Status) -> list[WorkerStatus]:
+    """The workers that are slow, the slowest first."""
+    slow = [one for one in status.workers if _is_slow(one, status.phase)]
+    return sorted(slow, key=lambda one: -(one.slowness or 0))
+
+
+def _slowness(worker: WorkerStatus) -> str:
+    return f"{figure(worker.slowness or 0)} times as long"
 
 
 def _is_slow(worker: WorkerStatus, phase: Phase) -> bool:
