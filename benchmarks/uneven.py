@@ -55,13 +55,10 @@ class Run:
     digest: str
 
 
-def read(directory: Path) -> tuple[list[Step], list[Step]]:
-    """The steps of both workers."""
-    first, second = (
-        [Step(*values) for values in json.loads((directory / f"worker-{number}.json").read_text())]
-        for number in range(2)
-    )
-    return first, second
+def read(directory: Path, workers: int = 2) -> list[list[Step]]:
+    """The steps of each worker."""
+    files = [directory / f"worker-{number}.json" for number in range(workers)]
+    return [[Step(*values) for values in json.loads(file.read_text())] for file in files]
 
 
 def pace(steps: Sequence[Step]) -> float:
@@ -69,7 +66,7 @@ def pace(steps: Sequence[Step]) -> float:
     return sum(step.computed for step in steps) / sum(step.carried for step in steps)
 
 
-def train(steps: int, *options: str | int) -> tuple[dict[str, Any], tuple[list[Step], list[Step]]]:
+def train(steps: int, *options: str | int) -> tuple[dict[str, Any], list[list[Step]]]:
     """Run the pair; its report and its steps."""
     with tempfile.TemporaryDirectory() as directory:
         script = ["benchmarks/uneven_worker.py", "--steps", steps, "--times", directory]

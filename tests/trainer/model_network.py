@@ -459,7 +459,7 @@ def opened(network: Network) -> Iterator[Network]:
 
     class Opener:
         @staticmethod
-        def open(plan: m.Plan, rank: int, link: Wire, *_: Callable[[], object]) -> Exchanges:
+        def open(plan: m.Plan, rank: int, link: Wire, *_: Callable[[], object], **__: bool) -> Exchanges:
             return network.open(plan, rank, link)
 
     with patch.object(communicators, "Communicator", Opener), patch.object(communicators, "elder", lambda plan: None):

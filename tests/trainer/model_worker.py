@@ -209,6 +209,7 @@ class History:
     scheduler: None = None
     built: dict[str, str] = field(default_factory=dict)
     shards: None = None
+    sharded: None = None
     pending: None = None
     wish: Exchange = field(default_factory=Exchange)
     kept: tuple[int, ...] = ()
@@ -268,6 +269,9 @@ class NoCheckpoints:
     def find(self) -> Mark:
         """There is none."""
         return NO_CHECKPOINT
+
+    def give_up(self) -> None:
+        """None is being written."""
 
     def save_final(self, training: Training) -> None:
         """Nowhere to."""

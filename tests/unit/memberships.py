@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from virtualflow.coordinator.assignment import assign
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Decision, Worker
@@ -21,6 +23,14 @@ def worker(name: str, **facts: object) -> Worker:
 
 def member(name: str, **facts: object) -> Worker:
     return worker(name, **{"entered": FIRST, **facts})
+
+
+def processes(name: str, count: int = 2, **facts: object) -> list[Worker]:
+    """A worker of so many processes: of ``a``, these are a0 and a1."""
+    made = (dataclasses.replace(worker(f"{name}{rank}", **facts), name=name) for rank in range(count))
+    return [
+        dataclasses.replace(one, launch=name, local_rank=rank, local_world_size=count) for rank, one in enumerate(made)
+    ]
 
 
 def silent(seconds: float) -> dict[str, object]:
@@ -43,8 +53,12 @@ def cluster(*workers: Worker, **facts: object) -> Cluster:
 
 
 def training(*workers: Worker, **facts: object) -> Cluster:
-    names = " ".join(one.name for one in workers if one.entered is not None)
-    return cluster(*workers, **{"running": plan(FIRST, names), "trained": True, **facts})
+    members = [one for one in workers if one.entered is not None]
+    running = plan(FIRST, " ".join(one.incarnation for one in members))
+    told = zip(running.members, members, strict=True)
+    named = tuple(msgspec.structs.replace(member, worker=one.name, launch=one.launch) for member, one in told)
+    running = msgspec.structs.replace(running, members=named)
+    return cluster(*workers, **{"running": running, "trained": True, **facts})
 
 
 def pending(names: str, joiners: str = "", **facts: object) -> dict[str, object]:

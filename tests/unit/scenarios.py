@@ -134,6 +134,8 @@ class _Recorded(Driven):
                     self.lines.append(f"to {incarnation}: refused, {reason}")
                 case m.End(_, reason):
                     self.lines.append(f"to {incarnation}: the end, {reason}")
+                case m.Drain(_, reason):
+                    self.lines.append(f"to {incarnation}: drain, {reason}")
                 case m.Release() | m.ShowStacks():
                     self.lines.append(f"to {incarnation}: {type(message).__name__}")
         return messages
@@ -205,19 +207,22 @@ class Story:
         if ticket:
             self.job.state.ticket, self.job.state.next_ticket = int(ticket), int(ticket) + 1
 
-    def do_train(self, *workers: str) -> None:
-        """These are ready, begin, and train."""
+    def do_train(self, *workers: str, processes: str = "1") -> None:
+        """These are ready, begin, and train; of several processes, a worker's ``launch`` is called like it."""
         if isinstance(self.job, World):
             self.do_start(*workers)
             self.do_settle("5")
             return
         for worker in workers:
-            self.do_hello(worker, "ready")
+            if processes == "1":
+                self.do_hello(worker, "ready")
+            for rank in range(int(processes)) if processes != "1" else ():
+                self.do_hello(f"{worker}.{rank}", "ready", process=f"{rank}/{processes}", launch=worker)
         self.do_pass("3")
         plan = self.job.state.proposed
         assert plan is not None
-        for worker in workers:
-            self.do_entered(worker, str(plan.generation), "0")
+        for member in plan.members:
+            self.do_entered(member.incarnation, str(plan.generation), "0")
 
     @property
     def world(self) -> World:
@@ -358,14 +363,29 @@ class Story:
         known = {str(plan.generation): plan.generation for plan in self.job.seen.values()}
         return known.get(number) or m.Generation(self.job.state.incarnation, int(number))
 
-    def do_hello(self, name: str, *flags: str, inside: str = "", alone_in: str = "", address: str = "h") -> str | None:
-        """It connects: ``inside`` a generation of this coordinator, or ``alone_in`` one of a former one."""
+    def do_hello(
+        self,
+        name: str,
+        *flags: str,
+        inside: str = "",
+        alone_in: str = "",
+        address: str = "h",
+        launch: str = "",
+        process: str = "",
+    ) -> str | None:
+        """It connects: ``inside`` a generation of this coordinator, or ``alone_in`` one of a former one.
+
+        It is a ``process``, as in 0/2, of a worker that was started by that ``launch``.
+        """
         worker = name.partition(".")[0]
         plan = self._plan(inside) if inside else None
         if alone_in:
             member = m.Member(worker, self._incarnation(name), address, 0, 8)
             plan = m.Plan(m.Generation(900, int(alone_in)), "planned", (member,), (), "start", "")
-        facts = {"ready": "ready" in flags, "plan": plan, "address": address}
+        facts: dict[str, object] = {"ready": "ready" in flags, "plan": plan, "address": address}
+        if process:
+            rank, _, size = process.partition("/")
+            facts |= {"launch": launch, "local_rank": int(rank), "local_world_size": int(size)}
         refusal = self.job.admit(hello(worker, self._incarnation(name), **facts))
         return f"{name} is not admitted: {refusal}" if refusal is not None else None
 
@@ -391,8 +411,9 @@ class Story:
         self.job.hear(self._incarnation(name), m.Progress(number, int(step), 0, 100, {}, 1.0, "training"))
 
     def do_left(self, name: str, generation: str, step: str) -> None:
-        """It says that the others went on without it in that generation."""
-        self.job.hear(self._incarnation(name), m.Left(self._generation(generation), int(step)))
+        """It says that the others went on without it in that generation, or that it left by itself, in ``none``."""
+        number = m.NO_GENERATION if generation == "none" else self._generation(generation)
+        self.job.hear(self._incarnation(name), m.Left(number, int(step)))
 
     def do_done(self, name: str, step: str, digest: str = "d") -> None:
         self.job.hear(self._incarnation(name), m.Done(int(step), digest, digest, {}, 1.0, int(step)))
@@ -406,6 +427,18 @@ class Story:
         """What its training thread does since so many seconds; ``waits``: for others."""
         doing = m.Doing(stage, int(step), float(seconds), waits="waits" in flags)
         self.job.hear(self._incarnation(name), m.Heartbeat(doing))
+
+    def do_drain_request(self, name: str, reason: str) -> None:
+        self.job.hear(self._incarnation(name), m.DrainRequest(reason))
+
+    def do_workers(self) -> str:
+        """What the status tells of each worker."""
+
+        def told(worker: http_api.WorkerStatus) -> str:
+            nodes = ", ".join(f"{part.start}-{part.stop - 1}" for part in worker.ranges)
+            return f"{worker.worker} {worker.state}{f' {nodes}' if nodes else ''}"
+
+        return f"workers: {'; '.join(map(told, self.job.status().workers)) or 'none'}"
 
     def do_note(self, name: str, text: str) -> None:
         self.job.hear(self._incarnation(name), m.Note("info", text))

@@ -61,8 +61,8 @@ def train(steps: int) -> Any:
 class Hostile:
     """A worker of the job, by its certificate: it is admitted, says its key, and never comes."""
 
-    def __init__(self, job: ElasticJob, parties: Identities, name: str) -> None:
-        self._job, self._name = job, name
+    def __init__(self, job: ElasticJob, parties: Identities, name: str, steps: int) -> None:
+        self._job, self._name, self._steps = job, name, steps
         self._identity = parties.hold("worker", name)
 
     async def attack(self, count: int) -> int:
@@ -93,7 +93,7 @@ class Hostile:
         roster = self._job.coordinator.state.roster
         known = next(contact for contact in roster.contacts.values() if contact.fingerprint)
         facts = {"fingerprint": known.fingerprint, "device": known.device, "self_test": known.self_test}
-        return hello(self._name, virtual_nodes=4, total_steps=STEPS, ready=True, **facts)
+        return hello(self._name, virtual_nodes=4, total_steps=self._steps, ready=True, **facts)
 
     async def _ask_for_what_is_not_its(self, session: aiohttp.ClientSession) -> None:
         for call in ("gone", "begin", "scale", "stop", "fail", "hold", "drain"):
@@ -179,7 +179,7 @@ def test_a_hostile_worker_and_crowds_at_each_port_cost_a_job_nothing(
     tmp_path: Path, start_job: Callable[..., ElasticJob], count: int
 ) -> None:
     rounds = -(-count // AT_ONCE)
-    steps = STEPS + 2 * rounds
+    steps = STEPS + 4 * rounds
     wanted = alone(train, steps)
     parties = identities(tmp_path)
     # It is neither silent nor late: its attack is what ends it.
@@ -193,10 +193,11 @@ def test_a_hostile_worker_and_crowds_at_each_port_cost_a_job_nothing(
     for number in range(rounds):
         name = f"hostile-{number}"
         job.call("scale", workers=3)
-        let_in += asyncio.run(Hostile(job, parties, name).attack(count // rounds))
+        let_in += asyncio.run(Hostile(job, parties, name, steps).attack(count // rounds))
         job.call("scale", workers=2)
         job.call("gone", worker=name, reason="it was hostile")
-        job.wait_for(lambda status: len(status.workers) == 2, f"nobody but the two without {name}")
+        job.wait_for(lambda status: len(status.workers) == 2 and status.prepared, f"a generation without {name}")
+        job.reach(job.status().step + 2)  # they agree on it in one step, and enter it before the next
     assert let_in > count // 8, "members were at home"
     assert {worker.worker for worker in job.status().workers} == {"worker-0", "worker-1"}
     deadline = time.monotonic() + PATIENCE

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.coordinator.assignment import assign, assign_by_cost, order_members
+from virtualflow.coordinator.assignment import assign, assign_by_cost, assign_by_time, order_members
 from virtualflow.reduction.tree import subtrees, tree_sum
 
 SIZES = st.integers(1, 200).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(1, nodes)))
@@ -51,6 +51,23 @@ def test_ranges_are_contiguous_and_cover_every_virtual_node_once(case: tuple[int
     ranges = assign(nodes, speeds)
     assert [node for assigned in ranges for node in assigned] == list(range(nodes))
     assert all(ranges)
+
+
+RISING = st.lists(st.lists(st.floats(0.0, 5.0), min_size=16, max_size=16), min_size=1, max_size=5)
+
+
+@given(RISING, st.integers(0, 11))
+def test_no_other_division_is_through_sooner_whatever_each_worker_needs_for_so_many(
+    more: list[list[float]], extra: int
+) -> None:
+    nodes, needed = len(more) + extra, [list(accumulate(each)) for each in more]
+    ranges = assign_by_time(nodes, [lambda count, each=each: each[count - 1] for each in needed])
+    assert [node for assigned in ranges for node in assigned] == list(range(nodes))
+    assert all(ranges)
+    cuts = combinations(range(1, nodes), len(more) - 1)
+    every = ([stop - start for start, stop in pairwise((0, *cut, nodes))] for cut in cuts)
+    best = min(max(each[count - 1] for each, count in zip(needed, counts, strict=True)) for counts in every)
+    assert max(each[len(assigned) - 1] for each, assigned in zip(needed, ranges, strict=True)) == best
 
 
 @given(SIZES)
@@ -98,7 +115,7 @@ def test_many_virtual_nodes_on_many_workers_are_divided_at_once() -> None:
 @given(st.lists(st.integers(0, 50), unique=True), st.sets(st.integers(0, 50)))
 def test_survivors_keep_their_order_and_joiners_follow(former: list[int], target: set[int]) -> None:
     current = {str(worker): place for place, worker in enumerate(former)}
-    ordered = order_members(current, [str(worker) for worker in target])
+    ordered = order_members(current, {str(worker): (str(worker), 0) for worker in target})
     stay = [str(worker) for worker in former if worker in target]
     assert ordered[: len(stay)] == stay
     assert sorted(ordered) == sorted(str(worker) for worker in target)

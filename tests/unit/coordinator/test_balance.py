@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
 from virtualflow.coordinator.balance import (
+    KNOWN_FIRST,
     arrange,
     better_split,
     gain,
+    note_pace,
     predicted_computing,
     predicted_step,
     slow_workers,
@@ -68,23 +71,23 @@ SPLITS = [
 @pytest.mark.parametrize(("present", "paces", "wanted"), SPLITS)
 def test_the_split_follows_the_paces(present: list[int], paces: list[Pace | None], wanted: list[int]) -> None:
     cluster = training(present, paces)
-    assert counts_of(split(cluster, list(cluster.workers), SETTINGS)) == wanted
+    assert counts_of(split(cluster, list(cluster.workers), SETTINGS, NOW)) == wanted
 
 
 def test_a_profile_counts_until_there_are_measurements() -> None:
     cluster = training([4, 4], [None, None])
     workers = {name: dataclasses.replace(one, guess=0.01) for name, one in cluster.workers.items()}
     workers["w1"] = dataclasses.replace(workers["w1"], guess=0.03)
-    assert counts_of(split(dataclasses.replace(cluster, workers=workers), ["w0", "w1"], SETTINGS)) == [6, 2]
+    assert counts_of(split(dataclasses.replace(cluster, workers=workers), ["w0", "w1"], SETTINGS, NOW)) == [6, 2]
     workers["w1"] = dataclasses.replace(workers["w1"], pace=pace(0.01))
-    assert counts_of(split(dataclasses.replace(cluster, workers=workers), ["w0", "w1"], SETTINGS)) == [4, 4]
+    assert counts_of(split(dataclasses.replace(cluster, workers=workers), ["w0", "w1"], SETTINGS, NOW)) == [4, 4]
 
 
 def test_at_a_gain_of_one_every_split_is_even() -> None:
     cluster = training([4, 4], [pace(0.01), pace(1.0)])
     never = dataclasses.replace(SETTINGS, rebalance_gain=1.0)
-    assert counts_of(split(cluster, list(cluster.workers), never)) == [4, 4]
-    assert better_split(cluster, never) is None
+    assert counts_of(split(cluster, list(cluster.workers), never, NOW)) == [4, 4]
+    assert better_split(cluster, never, NOW) is None
 
 
 def test_a_step_is_predicted_from_its_slowest_worker_and_the_rest() -> None:
@@ -117,7 +120,7 @@ REBALANCE = [
 
 @pytest.mark.parametrize(("cluster", "worth"), REBALANCE)
 def test_another_split_must_be_worth_it(cluster: Cluster, worth: bool) -> None:
-    reason = better_split(cluster, SETTINGS)
+    reason = better_split(cluster, SETTINGS, NOW)
     assert (reason is not None) is worth
     decision = decide(NOW, cluster, SETTINGS)
     assert (decision.proposal is not None) is worth
@@ -129,7 +132,7 @@ def test_another_split_must_be_worth_it(cluster: Cluster, worth: bool) -> None:
 
 
 def test_the_reason_says_who_is_waited_for_and_what_is_gained() -> None:
-    reason = better_split(training([4, 4], [pace(0.03, rest=0.002), pace(0.01, rest=0.09)]), SETTINGS)
+    reason = better_split(training([4, 4], [pace(0.03, rest=0.002), pace(0.01, rest=0.09)]), SETTINGS, NOW)
     assert reason == (
         "w0 needs 30 ms for each of its 4 virtual nodes and the others wait for it: "
         "with 2, a step takes 62 ms instead of 122"
@@ -241,7 +244,7 @@ def test_a_split_is_never_more_than_the_threshold_from_the_best(paces: list[floa
     virtual_nodes = len(paces) + more
     even = assign(virtual_nodes, [1.0] * len(paces))
     cluster = training(counts_of(even), [pace(seconds, rest=rest) for seconds in paces])
-    chosen = split(cluster, list(cluster.workers), SETTINGS)
+    chosen = split(cluster, list(cluster.workers), SETTINGS, NOW)
     best = assign(virtual_nodes, [1.0 / seconds for seconds in paces])
 
     def step(ranges: list[range]) -> float:
@@ -261,10 +264,10 @@ def test_after_one_rebalance_the_same_paces_ask_for_no_other(
     spread = data.draw(st.floats(0.0, 0.4))
     measured: list[Pace | None] = [pace(p, p * (1 - spread), p * (1 + spread)) for p in paces]
     cluster = training(present, measured)
-    if better_split(cluster, SETTINGS) is None:
+    if better_split(cluster, SETTINGS, NOW) is None:
         return
-    moved = training(counts_of(split(cluster, list(cluster.workers), SETTINGS)), measured)
-    assert better_split(moved, SETTINGS) is None
+    moved = training(counts_of(split(cluster, list(cluster.workers), SETTINGS, NOW)), measured)
+    assert better_split(moved, SETTINGS, NOW) is None
 
 
 def noisy(seed: int, median: float, noise: float, samples: int = 10) -> Pace:
@@ -283,7 +286,7 @@ def test_a_steady_noisy_pair_is_left_alone(virtual_nodes: int) -> None:
     half = virtual_nodes // 2
     for seed in range(500):
         cluster = training([half, half], [noisy(2 * seed, 0.01, 0.25), noisy(2 * seed + 1, 0.01, 0.25)])
-        assert better_split(cluster, SETTINGS) is None
+        assert better_split(cluster, SETTINGS, NOW) is None
 
 
 def test_a_noisy_pair_with_a_real_straggler_is_not() -> None:
@@ -291,8 +294,104 @@ def test_a_noisy_pair_with_a_real_straggler_is_not() -> None:
     spoken = 0
     for seed in range(200):
         cluster = training([4, 4], [noisy(2 * seed, 0.03, 0.25), noisy(2 * seed + 1, 0.01, 0.25)])
-        spoken += better_split(cluster, SETTINGS) is not None
+        spoken += better_split(cluster, SETTINGS, NOW) is not None
     assert spoken >= 190
+
+
+# --- what a worker has measured under other loads ---------------------------------------------------------------------
+
+
+def measured(cluster: Cluster, seconds: Callable[[int, int], float], now: float = NOW) -> Cluster:
+    """Each member has told its pace under its present load; ``seconds`` are those of a worker for so many."""
+    assert cluster.running is not None
+    workers = dict(cluster.workers)
+    for number, member in enumerate(cluster.running.members):
+        worker, count = workers[member.incarnation], len(member.virtual_nodes)
+        told = pace(seconds(number, count) / count, rest=0.004)
+        workers[member.incarnation] = dataclasses.replace(
+            worker, pace=told, times=note_pace(cluster, worker, told, now)
+        )
+    return dataclasses.replace(cluster, workers=workers)
+
+
+def moved(cluster: Cluster, counts: list[int]) -> Cluster:
+    """The next split, under which nobody has been measured yet."""
+    return dataclasses.replace(cluster, running=training(counts, [None] * len(counts)).running)
+
+
+def settle(cluster: Cluster, seconds: Callable[[int, int], float], most: int) -> list[list[int]]:
+    """The splits that follow one another until none is better, ``most`` of them at most."""
+    found: list[list[int]] = []
+    while len(found) < most:
+        cluster = measured(cluster, seconds)
+        if better_split(cluster, SETTINGS, NOW) is None:
+            return found
+        found.append(counts_of(split(cluster, list(cluster.workers), SETTINGS, NOW)))
+        cluster = moved(cluster, found[-1])
+    raise AssertionError(f"it does not come to rest: {found}")
+
+
+def quota(number: int, count: int) -> float:
+    """The second and the third of five are as fast as the others for two virtual nodes, and then stand still."""
+    return 0.01 * count + (0.06 * (count - 2) if number in (1, 2) and count > 2 else 0.0)
+
+
+def test_workers_with_a_quota_do_not_pass_the_load_to_each_other_for_ever() -> None:
+    splits = settle(training([4, 3, 3, 3, 3], [None] * 5), quota, most=4)
+    assert max(quota(number, count) for number, count in enumerate(splits[-1])) == pytest.approx(0.04)
+
+
+def test_a_worker_that_is_faster_than_before_gets_its_load_back_at_once() -> None:
+    def slow(number: int, count: int) -> float:
+        return (0.01, 0.03)[number] * count
+
+    cluster = measured(training([4, 4], [None, None]), slow)
+    cluster = measured(moved(cluster, [6, 2]), slow)
+    assert better_split(cluster, SETTINGS, NOW) is None
+    cluster = measured(cluster, lambda number, count: 0.01 * count)
+    assert better_split(cluster, SETTINGS, NOW) is not None
+    assert counts_of(split(cluster, ["w0", "w1"], SETTINGS, NOW)) == [4, 4]
+
+
+def test_what_was_measured_long_ago_is_tried_again() -> None:
+    cluster = measured(training([2, 2], [None, None]), lambda number, count: (0.01, 0.05)[number] * count)
+    cluster = measured(moved(cluster, [3, 1]), lambda number, count: 0.01 * count, now=NOW + 1)
+    assert better_split(cluster, SETTINGS, NOW + 1) is None
+    assert better_split(cluster, SETTINGS, NOW + KNOWN_FIRST + 0.1) is not None
+
+
+def test_a_load_that_proves_bad_again_is_tried_ever_less_often() -> None:
+    """One worker is fast for one virtual node only, which looks as if it were fast again."""
+
+    def seconds(number: int, count: int) -> float:
+        return (0.01, 0.01 if count == 1 else 0.05)[number] * count
+
+    cluster, now, waits = training([2, 2], [None, None]), NOW, []
+    for _ in range(7):
+        cluster = measured(cluster, seconds, now)
+        cluster = measured(moved(cluster, [3, 1]), seconds, now)
+        waits.append(next(s for s in range(100) if better_split(cluster, SETTINGS, now + s) is not None))
+        now += waits[-1]
+        cluster = moved(cluster, [2, 2])
+    assert waits == [4, 16, 60, 60, 60, 60, 60]
+
+
+def test_a_pace_of_another_generation_says_nothing_of_the_present_load() -> None:
+    cluster = training([4, 4], [None, None])
+    assert note_pace(cluster, cluster.workers["w0"], pace(0.01, of=2), NOW) == ()
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.001, 0.1), st.floats(0.0, 0.1), st.integers(1, 16)), min_size=2, max_size=5),
+    st.integers(0, 11),
+)
+def test_with_any_quotas_the_splits_come_to_rest(quotas: list[tuple[float, float, int]], extra: int) -> None:
+    def seconds(number: int, count: int) -> float:
+        each, more, free = quotas[number]
+        return each * count + more * max(0, count - free)
+
+    even = counts_of(assign(len(quotas) + extra, [1.0] * len(quotas)))
+    settle(training(even, [None] * len(quotas)), seconds, most=16)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +452,7 @@ def test_a_virtual_node_counts_for_what_its_pass_costs(
     classes: tuple[PassClass, ...], paces: list[float | None], wanted: list[int]
 ) -> None:
     cluster = training([8, 8], [None if one is None else pace(one) for one in paces], classes=classes)
-    assert counts_of(split(cluster, ["w0", "w1"], SETTINGS)) == wanted
+    assert counts_of(split(cluster, ["w0", "w1"], SETTINGS, NOW)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -373,7 +472,7 @@ def test_a_worker_with_little_memory_has_short_passes_only(
     cluster = with_memory(training([8, 8], [pace(0.01), pace(0.01)], classes=HALVES), *sizes)
     members = arrange(cluster, ["w0", "w1"])
     assert " ".join(members) == order
-    assert counts_of(split(cluster, members, SETTINGS)) == wanted
+    assert counts_of(split(cluster, members, SETTINGS, NOW)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -387,10 +486,10 @@ def test_memory_decides_nothing_where_no_class_saves_any_for_life(classes: tuple
 
 def test_a_split_by_cost_is_kept_and_predicted() -> None:
     cluster = training([6, 10], [pace(0.01, rest=0.002), pace(0.01, rest=0.002)], classes=HALVES)
-    assert better_split(cluster, SETTINGS) is None
+    assert better_split(cluster, SETTINGS, NOW) is None
     assert predicted_step(cluster) == pytest.approx(0.062)
     even = dataclasses.replace(training([8, 8], [pace(0.01), pace(0.01)]), classes=HALVES)
-    reason = better_split(even, SETTINGS)
+    reason = better_split(even, SETTINGS, NOW)
     assert reason == (
         "w0 needs 10 ms for each of its 8 virtual nodes and the others wait for it: with 6, a step takes 60 ms instead "
         "of 80"

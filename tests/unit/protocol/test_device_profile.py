@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.device_profile import (
+    BlockProfile,
+    ChainProfile,
+    ChainSize,
     DeviceProfile,
     Situation,
     SizeProfile,
+    block_seconds,
     describe,
     encode,
-    guess_pace,
     misfit,
+    read_fitting,
     read_profile,
     seconds_for,
 )
@@ -48,7 +52,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(encode(PROFILE))
     assert read_profile(path) == PROFILE
-    assert guess_pace(path, HERE) == 0.010
+    assert read_fitting(path, HERE) == PROFILE
     table = describe(PROFILE).splitlines()
     assert len(table) == 2 + len(PROFILE.sizes) + 1
     assert "10.00" in table[2]
@@ -85,6 +89,22 @@ def test_between_two_sizes_the_time_lies_between_theirs(micro_batch: int) -> Non
     below = max(s.seconds for s in PROFILE.sizes if s.micro_batch <= micro_batch)
     above = min(s.seconds for s in PROFILE.sizes if s.micro_batch >= micro_batch)
     assert below <= seconds_for(PROFILE, micro_batch) <= above
+
+
+def test_seconds_of_blocks_are_those_of_the_nearest_measured_size() -> None:
+    def block(name: str, seconds: float) -> BlockProfile:
+        sizes = dict.fromkeys(("saved_bytes", "boundary_bytes", "parameter_bytes", "gradient_bytes"), 0)
+        return BlockProfile(name=name, forward_seconds=seconds, backward_seconds=2 * seconds, **sizes)
+
+    sizes = tuple(ChainSize(16 * n, (block("0", 1e-3 * n), block("2", 3e-3 * n))) for n in (1, 8))
+    chain = ChainProfile(
+        out_bytes_per_second=1.0, in_bytes_per_second=1.0, optimizer_bytes=0, fixed_bytes=0, sizes=sizes
+    )
+    profile = msgspec.structs.replace(PROFILE, chain=chain)
+    assert block_seconds(profile, 32, ["0", "2"]) == [(1e-3, 2e-3), (3e-3, 6e-3)]
+    assert block_seconds(profile, 128, ["2"]) == [(24e-3, 48e-3)]
+    assert block_seconds(profile, 32, ["0", "1"]) == [], "of another choice of blocks"
+    assert block_seconds(PROFILE, 32, ["0"]) == []
 
 
 @pytest.mark.parametrize("micro_batch", [15, 129])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.environment import LocalPlace, WorkerEnvironment
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
     ENV_BACKWARD,
@@ -13,9 +13,12 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_SECONDS,
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
+    ENV_LAUNCH,
     ENV_ON_NON_FINITE,
     ENV_OPTIMIZER_PLACEMENT,
+    ENV_REDUNDANCY,
     ENV_REPRODUCIBILITY,
+    ENV_SHARD,
     ENV_VERIFY,
 )
 
@@ -84,8 +87,26 @@ def test_a_worker_is_told_where_the_optimizer_steps(
     assert WorkerEnvironment.read().optimizer == found
 
 
-@pytest.mark.parametrize("name", [ENV_ACTIVATIONS, ENV_OPTIMIZER_PLACEMENT])
-def test_a_word_of_memory_that_nobody_knows_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("Parameters", "Checkpoint"), ("parameters", "checkpoint")),
+        (("Optimizer", "Peer"), ("optimizer", "peer")),
+        (("None", ""), ("none", None)),
+        (("", "None"), (None, "none")),
+    ],
+)
+def test_a_worker_is_told_what_is_divided(
+    words: tuple[str, str], found: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, word in zip((ENV_SHARD, ENV_REDUNDANCY), words, strict=True):
+        monkeypatch.setenv(name, word)
+    read = WorkerEnvironment.read()
+    assert (read.shard, read.redundancy) == found
+
+
+@pytest.mark.parametrize("name", [ENV_ACTIVATIONS, ENV_OPTIMIZER_PLACEMENT, ENV_SHARD, ENV_REDUNDANCY])
+def test_a_word_that_nobody_knows_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_DEVICE_MEMORY, "4000")
     monkeypatch.setenv(name, "host")
     with pytest.raises(ConfigurationError, match=f"{name}='host' must be "):
@@ -139,3 +160,18 @@ def test_a_copy_in_memory_is_asked_for_by_the_environment(
 ) -> None:
     monkeypatch.setenv(ENV_CHECKPOINT_MEMORY, value)
     assert WorkerEnvironment.read().checkpoint_memory is found
+
+
+def test_a_process_of_a_worker_of_several_is_told_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of another launcher, which is not asked
+    assert WorkerEnvironment.read().place is None
+    monkeypatch.setenv(ENV_LAUNCH, "a1b2/1/2")
+    assert WorkerEnvironment.read().place == LocalPlace("a1b2", 1, 2)
+    assert str(LocalPlace("a1b2", 1, 2)) == "a1b2/1/2"
+
+
+@pytest.mark.parametrize("value", ["a", "a/1", "a/2/2", "a/0/1", "/0/2", "a/-1/2", "a/0/65", "a/b/c"])
+def test_a_place_that_cannot_be_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_LAUNCH, value)
+    with pytest.raises(ConfigurationError, match=f"{ENV_LAUNCH}='{value}' does not say which process"):
+        WorkerEnvironment.read()

@@ -34,7 +34,7 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     if refusal is not None:
         if hello.plan is not None and hello.incarnation not in state.roster.workers:
             # An earlier coordinator may have declared it lost: it was in a generation, and has no part in this job.
-            state.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
+            state.roster.note_lost(hello.worker, hello.launch or hello.incarnation, hello.address, refusal)
         return _tell_refusal(state, hello.worker, refusal)
     known = state.roster.workers.get(hello.incarnation)
     if known is not None:
@@ -46,11 +46,12 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     if fault_in_number(hello.floor) is None:
         count_above(state, hello.floor)
     if hello.plan is None or any(plan.includes(hello.incarnation) for plan in state.newest):
-        for namesake in state.roster.namesakes(hello.worker, hello.incarnation):
+        for namesake in state.roster.namesakes(hello):
             # Whoever runs the workers has given the name, and so the place, to another one.
-            if namesake in state.roster.workers:
+            former = state.roster.workers.get(namesake)
+            if former is not None:
                 declare_lost(state, namesake, "another process has taken its name")
-            confirm_end(state, namesake)
+            confirm_end(state, namesake if former is None else former.launch_id)
     state.virtual_nodes, state.reproducibility = hello.virtual_nodes, hello.reproducibility
     if hello.plan is not None or not state.trained:
         state.classes = hello.classes  # a joiner of another mind will be refused by the others
@@ -68,7 +69,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
         state.history.total_steps = hello.total_steps
     _greet(state, hello, worker, known, now, protocol)
     if known is None:
-        state.tell("worker", f"{hello.worker} connected (pid {hello.pid})")
+        which = f"process {hello.local_rank} of {hello.local_world_size}, " if hello.launch else ""
+        state.tell("worker", f"{hello.worker} connected ({which}pid {hello.pid})")
     state.note_news()
     return None
 
@@ -118,7 +120,7 @@ def _greet(
     copy, record, early = state.copy_limit, state.record_interval, state.history.draws_early
     welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, copy, record, early)
     state.send(hello.incarnation, welcome)
-    if known is not None and known.draining and not hello.draining:
+    if worker.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)
         state.send(hello.incarnation, m.Drain(seconds, "asked to"))
     for plan in state.newest:
@@ -134,9 +136,11 @@ def _greet(
 
 def _described(state: JobState, hello: m.Hello, known: Worker | None, now: float) -> Worker:
     """The worker as its Hello and what was known before describe it."""
-    draining = hello.draining or bool(known and known.draining)
+    siblings = [x for x in state.roster.workers.values() if hello.launch and x.launch == hello.launch]
+    draining = hello.draining or any(x.draining for x in (*siblings, *([known] if known else [])))
     told = None if hello.drain_deadline is None else now + hello.drain_deadline
-    deadlines = [deadline for deadline in (told, known.deadline if known else None) if deadline is not None]
+    known_deadlines = (x.deadline for x in (*siblings, *([known] if known else [])))
+    deadlines = [deadline for deadline in (told, *known_deadlines) if deadline is not None]
     entered = hello.plan.generation if hello.plan is not None else None
     if known is not None and known.entered is not None:
         entered = max(entered or m.NO_GENERATION, known.entered)
@@ -154,14 +158,21 @@ def _described(state: JobState, hello: m.Hello, known: Worker | None, now: float
         guess=hello.pace,
         pace=known.pace if known else None,
         capacity=hello.capacity,
+        launch=hello.launch,
+        local_rank=hello.local_rank,
+        local_world_size=hello.local_world_size,
     )
 
 
 def _refuse(job: JobState, hello: m.Hello) -> str | None:
     """Why the process that says ``hello`` must not take part in ``job``, in one sentence; ``None``: it may."""
-    over = job.roster.refusal(hello.incarnation)
-    if over is not None and not (_went_on_elsewhere(job, hello) and job.roster.is_suspected(hello.incarnation)):
-        return over
+    for known_as in dict.fromkeys((hello.incarnation, hello.launch or hello.incarnation)):
+        over = job.roster.refusal(known_as)
+        if over is not None and not (_went_on_elsewhere(job, hello) and job.roster.is_suspected(known_as)):
+            return over
+    fault = _fault_among_siblings(job, hello)
+    if fault is not None:
+        return fault
     early = ahead_of_job(job, hello)
     if early is not None:
         return early
@@ -187,6 +198,20 @@ def _refuse(job: JobState, hello: m.Hello) -> str | None:
     return None
 
 
+def _fault_among_siblings(job: JobState, hello: m.Hello) -> str | None:
+    """What is wrong with what a process says of its worker's others, if anything."""
+    if bool(hello.launch) != (hello.local_world_size > 1) or hello.local_rank >= hello.local_world_size:
+        return (
+            f"it says that it is process {hello.local_rank} of {hello.local_world_size} of its worker, started as "
+            f"{hello.launch or 'nothing'}, which cannot be; start it by virtualflow run or virtualflow processes"
+        )
+    for other in job.roster.workers.values() if hello.launch else ():
+        alike = (other.name, other.local_world_size) == (hello.worker, hello.local_world_size)
+        if other.launch == hello.launch and not (alike or (other.name == hello.worker and not other.known_in_person)):
+            return f"the start {hello.launch} that it names is of {other.name}, with {other.local_world_size} processes"
+    return None
+
+
 def _fault_in_own_plan(hello: m.Hello) -> str | None:
     """What is wrong with the generation that a worker says to be in, if anything."""
     if hello.plan is None:
@@ -206,6 +231,8 @@ def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
         return "it has no members"
     if len({member.incarnation for member in plan.members}) != len(plan.members):
         return "a member is in it twice"
+    if len({(member.launch_id, member.worker) for member in plan.members}) != plan.workers:
+        return "two workers in it have one start"
     first = 0
     for member in plan.members:
         if member.first != first or member.last <= member.first:

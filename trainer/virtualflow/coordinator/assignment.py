@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 _TOLERANCE = 1e-9
 """By so much sums of costs may be off, and the longest time be longer than the least."""
@@ -38,11 +38,28 @@ def assign(virtual_nodes: int, speeds: Sequence[float]) -> list[range]:
         counts = [share + (index < extra) for index in range(len(speeds))]
     else:
         counts = _greedy_counts(virtual_nodes, speeds)
-    ranges, first = [], 0
-    for count in counts:
-        ranges.append(range(first, first + count))
-        first += count
-    return ranges
+    return _contiguous(counts)
+
+
+def assign_by_time(virtual_nodes: int, times: Sequence[Callable[[int], float]]) -> list[range]:
+    """Divide virtual nodes as :func:`assign` does, among workers of which each says how long it takes for so many.
+
+    Args:
+        virtual_nodes: how many there are, at least one for each worker.
+        times: of each worker, from a number of virtual nodes to seconds; these never fall.
+    """
+    counts = [1] * len(times)
+    soonest = [(time(2), index) for index, time in enumerate(times)]
+    heapq.heapify(soonest)
+    for _ in range(virtual_nodes - len(times)):
+        index = soonest[0][1]
+        counts[index] += 1
+        heapq.heapreplace(soonest, (times[index](counts[index] + 1), index))
+    return _contiguous(counts)
+
+
+def _contiguous(counts: Sequence[int]) -> list[range]:
+    return [range(last - count, last) for count, last in zip(counts, accumulate(counts), strict=True)]
 
 
 def assign_by_cost(until: Sequence[float], speeds: Sequence[float], earliest: Sequence[int]) -> list[range]:
@@ -103,12 +120,17 @@ def _greedy_counts(virtual_nodes: int, speeds: Sequence[float]) -> list[int]:
     return counts
 
 
-def order_members(current: Mapping[str, int], workers: Sequence[str]) -> list[str]:
-    """Order ``workers`` so that few virtual nodes change hands: survivors keep their order, joiners follow.
+def order_members(current: Mapping[str, int], places: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Order who is in the next generation so that few virtual nodes change hands: survivors keep their order, joiners
+    follow.
+
+    Of workers of several processes, the first processes of all come before the second ones: whoever keeps a copy of
+    what a member has, its neighbour, is of another worker then, and not lost with it.
 
     Args:
         current: the first virtual node of each member of the running generation.
-        workers: who is in the next generation.
+        places: for each member of the next one, its worker and which of its processes it is.
     """
-    stay = sorted((worker for worker in workers if worker in current), key=lambda worker: current[worker])
-    return stay + sorted(worker for worker in workers if worker not in current)
+    stay = sorted((member for member in places if member in current), key=lambda member: current[member])
+    join = sorted((member for member in places if member not in current), key=lambda member: places[member])
+    return sorted(stay + join, key=lambda member: places[member][1])

@@ -10,6 +10,11 @@ a job's life, workers with less memory stand behind those with more, and are ass
 larger part of the blocks than their memory is of the largest: what activations take goes with that. If these are too
 few for all, somebody is assigned more. Which virtual nodes a worker is assigned changes no bit.
 
+A virtual node need not take as long under another load: a process with a CPU quota is fast until it has used that up.
+So what a worker has measured under former loads counts too, until its speed changes: with more virtual nodes it takes
+no less time than it took with fewer. Otherwise two splits that both look better from the other one would follow each
+other for ever.
+
 An uneven split must be worth it: ranges that are not aligned to the tree cost more buffers and traffic. So where an
 even one is about as good, it is taken, and then noise does not move virtual nodes to and fro.
 """
@@ -17,16 +22,27 @@ even one is about as good, it is taken, and then noise does not move virtual nod
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
-from virtualflow.coordinator.assignment import assign, assign_by_cost
+from virtualflow.coordinator.assignment import assign, assign_by_cost, assign_by_time
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.coordinator.snapshot import Cluster, Worker
+from virtualflow.coordinator.snapshot import Cluster, LoadTime, Worker
 from virtualflow.protocol.messages import Pace
 from virtualflow.protocol.settings import PassClass, class_of
 from virtualflow.protocol.wording import counted
+
+KNOWN_LOADS = 16
+"""Loads of a worker that are remembered: the latest."""
+KNOWN_FIRST, KNOWN_FOR = 4.0, 60.0
+"""Seconds for which a former load counts: whether it was only the speed of that time is tried again then. They double
+with each load that a worker has come back to in vain, up to the second number."""
+SLOW = 0.1
+"""By this share a slow worker takes longer than usual."""
+CHANGED = 1.1
+"""The speed of a worker has changed if even the nearer quartiles are apart by this factor."""
 
 
 def arrange(cluster: Cluster, members: Sequence[str]) -> tuple[str, ...]:
@@ -38,15 +54,31 @@ def arrange(cluster: Cluster, members: Sequence[str]) -> tuple[str, ...]:
     return tuple(member for member, _ in by_share)
 
 
-def split(cluster: Cluster, members: Sequence[str], settings: MembershipSettings) -> list[range]:
+def note_pace(cluster: Cluster, worker: Worker, pace: Pace, now: float) -> tuple[LoadTime, ...]:
+    """What is known of ``worker`` under each load, now that it has told this pace; other generations' say nothing."""
+    running = cluster.running
+    members = running.members if running is not None and running.generation == pace.generation else ()
+    own = next((member.virtual_nodes for member in members if member.incarnation == worker.incarnation), None)
+    if own is None:
+        return worker.times
+    (load,) = _loads(cluster, [own])
+    present = next((one for one in worker.times if one.load == load), LoadTime(load, pace, pace, now))
+    back = present in worker.times and worker.times[-1] is not present
+    latest = replace(present, pace=pace, at=now, visits=present.visits + back)
+    if pace.low > CHANGED * present.first.high or CHANGED * pace.high < present.first.low:
+        return (replace(latest, first=pace, visits=1),)
+    return (*[one for one in worker.times if one.load != load][1 - KNOWN_LOADS :], latest)
+
+
+def split(cluster: Cluster, members: Sequence[str], settings: MembershipSettings, now: float) -> list[range]:
     """What each of ``members`` is assigned in a generation of them, in their order."""
     workers = [cluster.workers[member] for member in members]
     even = _divide(cluster, workers, [1.0] * len(workers))
     paces = expected_paces(workers)
     if paces is None:
         return even
-    best = _divide(cluster, workers, [1.0 / pace for pace in paces])
-    before, after = _slowest(_loads(cluster, even), paces), _slowest(_loads(cluster, best), paces)
+    best = _divide_by_time(cluster, workers, paces, now)
+    before, after = (_slowest(_loads(cluster, ranges), paces, workers, now) for ranges in (even, best))
     worth = gain(before, after, least_rest(workers)) >= settings.rebalance_gain
     return best if worth else even
 
@@ -71,7 +103,7 @@ def _members(cluster: Cluster) -> list[Worker]:
     return [cluster.workers[member.incarnation] for member in cluster.running.members] if cluster.running else []
 
 
-def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
+def better_split(cluster: Cluster, settings: MembershipSettings, now: float) -> str | None:
     """Why the members of the running generation should divide the virtual nodes otherwise; ``None``: they should not.
 
     All of them must have been measured in this generation, and the gain must be there even if each worker that gets
@@ -91,13 +123,14 @@ def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
     bound = sum(loads) / sum(1.0 / pace for pace in medians)
     if gain(_slowest(loads, medians), bound, rest) < settings.rebalance_gain:
         return None
-    target = split(cluster, [member.incarnation for member in running.members], settings)
+    target = split(cluster, [member.incarnation for member in running.members], settings, now)
     wanted = _loads(cluster, target)
     careful = [_careful(pace, after - before) for pace, before, after in zip(measured, loads, wanted, strict=True)]
-    if gain(_slowest(loads, careful), _slowest(wanted, careful), rest) < settings.rebalance_gain:
+    present_time, other = _slowest(loads, careful), _slowest(wanted, careful, workers, now)
+    if gain(present_time, other, rest) < settings.rebalance_gain:
         return None
     last = max(range(len(workers)), key=lambda rank: loads[rank] * medians[rank])
-    before, after = _slowest(loads, medians) + rest, _slowest(wanted, medians) + rest
+    before, after = _slowest(loads, medians) + rest, _slowest(wanted, medians, workers, now) + rest
     each = 1_000 * loads[last] * medians[last] / len(present[last])
     return (
         f"{workers[last].name} needs {each:.3g} ms for each of its {counted(len(present[last]), 'virtual node')} "
@@ -109,8 +142,8 @@ def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
 def slow_workers(cluster: Cluster) -> dict[str, float]:
     """Which members are slower than the others, and how many times the usual pace each takes.
 
-    Usual is the median of what the members measured, of two the faster. A worker is slower if it is so by the default
-    of ``rebalance_gain`` even with its own better and the usual worse quartile, as for a change of the split.
+    Usual is the median of what the members measured, of two the faster. A worker is slower if it is so by ``SLOW``
+    even with its own better and the usual worse quartile.
     """
     measured = [(worker, worker.pace) for worker in _members(cluster) if worker.pace is not None]
     paces = sorted((pace for _, pace in measured), key=lambda pace: pace.median)
@@ -120,7 +153,7 @@ def slow_workers(cluster: Cluster) -> dict[str, float]:
     return {
         worker.incarnation: pace.median / usual.median
         for worker, pace in measured
-        if gain(pace.low, usual.high, 0.0) >= MembershipSettings.rebalance_gain
+        if gain(pace.low, usual.high, 0.0) >= SLOW
     }
 
 
@@ -192,8 +225,42 @@ def _shares_of_memory(workers: Sequence[Worker]) -> list[float]:
     return [worker.capacity / most if worker.capacity else 1.0 for worker in workers]
 
 
-def _slowest(loads: Sequence[float], paces: Sequence[float]) -> float:
-    return max(load * pace for load, pace in zip(loads, paces, strict=True))
+def _slowest(
+    loads: Sequence[float], paces: Sequence[float], workers: Sequence[Worker] | None = None, now: float = 0.0
+) -> float:
+    """How long the slowest one computes; of ``workers``, what they have measured under other loads counts too."""
+    if workers is None:
+        return max(load * pace for load, pace in zip(loads, paces, strict=True))
+    times = [_time_of(worker, pace, now) for worker, pace in zip(workers, paces, strict=True)]
+    return max(time(load) for time, load in zip(times, loads, strict=True))
+
+
+def _time_of(worker: Worker, pace: float, now: float, cost: float = 1.0) -> Callable[[float], float]:
+    """How long it should compute for so many virtual nodes of that ``cost``: no less than for fewer, and no more than
+    for more of them.
+    """
+    in_vain = sum(one.visits - 1 for one in worker.times)
+    known_for = min(KNOWN_FOR, KNOWN_FIRST * 2.0**in_vain)
+    known = [(one.load, one.load * one.pace.median) for one in worker.times if now - one.at < known_for]
+
+    def time(count: float) -> float:
+        load = count * cost
+        most = min((seconds for other, seconds in known if other >= load), default=float("inf"))
+        least = max((seconds for other, seconds in known if other <= load), default=0.0)
+        return max(least, min(load * pace, most))
+
+    return time
+
+
+def _divide_by_time(cluster: Cluster, workers: Sequence[Worker], paces: Sequence[float], now: float) -> list[range]:
+    """The virtual nodes among workers, by what these have measured."""
+    virtual_nodes = cluster.virtual_nodes or len(workers)
+    alike = len({one.cost for one in cluster.classes}) <= 1 and len(workers) <= virtual_nodes
+    if not alike or not any(len(worker.times) > 1 for worker in workers):
+        return _divide(cluster, workers, [1.0 / pace for pace in paces])
+    cost = cluster.classes[0].cost if cluster.classes else 1.0
+    times = [_time_of(worker, pace, now, cost) for worker, pace in zip(workers, paces, strict=True)]
+    return assign_by_time(virtual_nodes, times)
 
 
 def _careful(pace: Pace, more: float) -> float:

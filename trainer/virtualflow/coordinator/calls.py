@@ -40,8 +40,8 @@ def _drain(state: JobState, call: http_api.DrainCall, now: float) -> str:
     found = [state.roster.named(name) for name in call.workers]
     seconds = state.settings.drain_grace if call.deadline is None else call.deadline
     for worker in found:
-        if mark_draining(state, worker, now + seconds, call.reason):
-            state.send(worker.incarnation, m.Drain(seconds, call.reason))
+        for incarnation in mark_draining(state, worker, now + seconds, call.reason):
+            state.send(incarnation, m.Drain(seconds, call.reason))
     return f"{', '.join(call.workers)} will leave within {seconds:g} s"
 
 
@@ -60,7 +60,7 @@ def _gone(state: JobState, call: http_api.GoneCall) -> str:
             confirm_end(state, call.incarnation)
         return f"{call.worker} is gone already"
     declare_lost(state, worker.incarnation, call.reason)
-    confirm_end(state, worker.incarnation)
+    confirm_end(state, worker.launch_id)
     return f"{worker.name} is gone: {call.reason}"
 
 

@@ -23,13 +23,13 @@ def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> Non
     state.counter += 1
     cluster = state.snapshot()
     members = arrange(cluster, proposal.members)
-    ranges = split(cluster, members, state.settings) if members else []
+    ranges = split(cluster, members, state.settings, now) if members else []
     workers, contacts = state.roster.workers, state.roster.contacts
     plan = m.Plan(
         m.Generation(state.incarnation, state.counter),
         proposal.mode,
         tuple(
-            m.Member(workers[i].name, i, contacts[i].address, r.start, r.stop)
+            m.Member(workers[i].name, i, contacts[i].address, r.start, r.stop, workers[i].launch)
             for i, r in zip(members, ranges, strict=True)
         ),
         tuple(workers[i].name for i in proposal.joiners),
@@ -86,9 +86,10 @@ def learn(state: JobState, plan: m.Plan, now: float) -> None:
     if state.proposed is not None and state.proposed.generation <= plan.generation:
         state.proposed, state.prepared = None, set()
     for member in plan.members:
-        if made_elsewhere and state.roster.is_suspected(member.incarnation):
-            # This coordinator was cut off from it; another one was not.
-            state.roster.trust_again(member.incarnation)
+        for known in (member.incarnation, member.launch_id) if made_elsewhere else ():
+            if state.roster.is_suspected(known):
+                # This coordinator was cut off from it; another one was not.
+                state.roster.trust_again(known)
         state.roster.add_heard_of(member, now)
     state.broken = {known: since for known, since in state.broken.items() if known >= plan.generation}
     if plan.mode == "planned" and any(state.roster.workers[member.incarnation].stranded for member in plan.members):
@@ -121,36 +122,55 @@ def withdraw(state: JobState) -> None:
         state.note_news()
 
 
-def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str) -> bool:
-    """Note that a worker will be taken away at ``deadline``; whether that is news to it."""
-    if not worker.draining:
+def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str) -> list[str]:
+    """Note that a worker will be taken away at ``deadline``, with all its processes; to which of them that is news."""
+    processes = [process for process in state.roster.siblings(worker) if process.present]
+    if not any(process.draining for process in processes):
         state.tell("drain", f"{worker.name} drains: {reason}")
-    elif worker.deadline is not None and worker.deadline <= deadline:
-        return False
-    state.roster.update(worker.incarnation, draining=True, deadline=deadline)
-    return True
+    news = [x.incarnation for x in processes if not (x.draining and x.deadline is not None and x.deadline <= deadline)]
+    for incarnation in news:
+        state.roster.update(incarnation, draining=True, deadline=deadline)
+    return news
 
 
 def declare_lost(state: JobState, incarnation: str, why: str, *, does_not_fit: bool = False, **blame: bool) -> None:
-    """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
+    """No generation counts on that worker any more, with all its processes, and it must not come back; ``why`` is the
+    end of a sentence.
 
     ``does_not_fit`` and ``blame`` are what ``LostWorker`` tells of it.
     """
-    worker = state.roster.workers[incarnation]
+    worker, roster = state.roster.workers[incarnation], state.roster
     if not worker.present:
         return
-    state.roster.update(incarnation, gone=why[:MAX_REASON])
-    if not (worker.done or worker.left):
-        address = state.roster.contacts[incarnation].address
-        state.roster.note_lost(worker.name, incarnation, address, why, does_not_fit=does_not_fit, **blame)
+    processes = [x for x in roster.siblings(worker) if x.present and not x.done] or [worker]
+    for process in processes:
+        roster.update(process.incarnation, gone=why[:MAX_REASON])
+    if worker.launch:
+        roster.remember_over(worker.name, worker.launch, why)  # for those of its processes that have not come yet
+    if any(not process.done for process in processes):
+        address = roster.contacts[incarnation].address
+        roster.note_lost(worker.name, worker.launch_id, address, why, does_not_fit=does_not_fit, **blame)
         state.tell("lost", f"{worker.name} {'refused' if does_not_fit else 'lost'}: {why}")
-    state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
+    for process in processes:
+        state.send(process.incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()
 
 
-def confirm_end(state: JobState, incarnation: str) -> None:
-    """That process has ended, by its own word or that of whoever runs it: nobody need wait for it."""
-    if state.roster.note_ended(incarnation):
+def confirm_end(state: JobState, ended: str) -> None:
+    """A process has ended, or a worker with all its processes, by its own word or that of whoever runs it: nobody need
+    wait for it.
+    """
+    roster = state.roster
+    known = [*state.plans, *state.contested.values()]
+    of_it = [x.incarnation for x in roster.workers.values() if x.launch == ended]
+    of_it += [x.incarnation for plan in known for x in plan.members if x.launch == ended]
+    news = [roster.note_ended(incarnation) for incarnation in (*of_it, ended)]
+    worker = roster.workers.get(ended)
+    if worker is not None and worker.launch:
+        processes = roster.siblings(worker)
+        if len(processes) == worker.local_world_size and all(x.incarnation in roster.ended for x in processes):
+            news.append(roster.note_ended(worker.launch))
+    if any(news):
         state.note_news()
 
 

@@ -55,7 +55,7 @@ def find_delays(cluster: Cluster, settings: MembershipSettings) -> dict[str, Del
         return {}
     hang_limit = _hang_limit(settings, (worker.doing.slowest for worker in told.values() if worker.doing is not None))
     members = _members(cluster)
-    waiting = [told[i].name for i in members if i in told and i not in busy and not _awaits_turn(told[i])]
+    waiting = cluster.names(i for i in members if i in told and i not in busy and not _awaits_turn(told[i]))
     all_in_step = all(i in busy and busy[i].stage in _WITHIN_STEP for i in members)
     delays = {}
     for i, doing in busy.items():

@@ -17,6 +17,9 @@ clock, no I/O and no memory; the same arguments give the same decision. The rule
    (:mod:`virtualflow.coordinator.planned_changes`, which also decides 5 and 6).
 
 The state lives in the members alone, so no proposal ever replaces all of them at once.
+
+A worker may be several processes, each of them a member: they enter together, drain together, and all are lost with
+the first.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from collections.abc import Collection
 from virtualflow.coordinator.hangs import find_hung
 from virtualflow.coordinator.planned_changes import plan_change
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, Worker, listed, ready_workers
+from virtualflow.coordinator.snapshot import (
+    Cluster,
+    Decision,
+    Proposal,
+    Worker,
+    listed,
+    processes_of,
+    ready_since,
+    ready_workers,
+    within,
+)
 from virtualflow.protocol.lineage import Stage, open_members
 from virtualflow.protocol.messages import Cause, Plan
 from virtualflow.protocol.wording import counted
@@ -46,14 +59,19 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
     # One that leaves the running generation with the others' agreement does so by the next one: others may be in it.
     gone = {m for m in members if workers[m].left and (base is proposed or workers[m].deserted)}
     missing = [m for m in members if m in lost or (m in gone and (base is proposed or broken_since is not None))]
-    ends = ("left" if workers[m].left else f"lost: {lost[m]}" for m in missing)
-    reason = listed([f"{workers[m].name} {end}" for m, end in zip(missing, ends, strict=True)])
+    first_of_each = {workers[m].launch_id: m for m in reversed(missing)}
+    ends = {
+        m: "left" if workers[m].left else f"lost: {lost[m]}"
+        for m in missing
+        if first_of_each[workers[m].launch_id] == m
+    }
+    reason = listed([f"{workers[m].name} {end}" for m, end in ends.items()])
     if not members:
         late = [
             w.name for i, w in workers.items() if w.entered is not None and i not in lost and not (w.left or w.through)
         ]
         if late:
-            return Decision(f"waiting for {listed(late)} to leave")
+            return Decision(f"waiting for {listed([*dict.fromkeys(late)])} to leave")
         return Decision("the last worker has left", over=True)
     if running is not None:
         # It was proposed before the running generation was known here: those who are in that alone must agree, too.
@@ -71,7 +89,8 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
                     f"{reason or 'a collective broke'}; beginning with those who were to begin before",
                     Proposal("recovery", agreed, agreed, base.cause),
                 )
-            return Decision(f"{reason or 'a collective broke'}; {_wait_for(objectors, len(survivors))}")
+            left = len(cluster.by_worker(survivors))
+            return Decision(f"{reason or 'a collective broke'}; {_wait_for(objectors, left)}")
         if cluster.unheard != frozenset() and _find_objectors(cluster, survivors, in_order):
             # Those who have ended may have handed the training on, before, to workers that were never heard here.
             return Decision(f"{reason or 'a collective broke'}; {_wait_for_word(cluster.unheard)}")
@@ -105,7 +124,25 @@ def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dic
     for incarnation, limit, why in _limits(now, cluster, settings):
         if limit <= now and incarnation not in lost:
             lost[incarnation] = why
-    return {**find_hung(cluster, settings), **lost}
+    return _with_siblings(cluster, {**find_hung(cluster, settings), **lost})
+
+
+def _with_siblings(cluster: Cluster, lost: dict[str, str]) -> dict[str, str]:
+    """These, and the other processes of their workers: none of them can do anything alone.
+
+    So it is with those whose sibling has gone by itself, unless they are on their way to leave as well.
+    """
+    several = {i: worker for i, worker in cluster.workers.items() if worker.launch}
+    broken = {worker.launch: lost[i] for i, worker in several.items() if i in lost}
+    deserted = {worker.launch for worker in several.values() if worker.deserted}
+    for i, worker in several.items():
+        if worker.left or worker.done or i in lost:
+            continue
+        if worker.launch in broken:
+            lost[i] = broken[worker.launch]
+        elif worker.launch in deserted and not worker.draining:
+            lost[i] = "another process of it has ended its training"
+    return lost
 
 
 def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collection[str]) -> list[str]:
@@ -113,7 +150,7 @@ def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collect
     objectors = {}
     for plan, stage in _stages(cluster, survivors):
         open_ = open_members(plan, stage, survivors, ended)
-        objectors.update({x.incarnation: x.worker for x in plan.members if x.incarnation in open_})
+        objectors.update({x.launch_id: x.worker for x in plan.members if x.incarnation in open_})
     return sorted(objectors.values())
 
 
@@ -141,8 +178,9 @@ def _find_beginning(
     """
     ended = in_order if cluster.unheard != frozenset() else cluster.ended | in_order
     stages = _stages(cluster, survivors)
-    waiting = (worker.incarnation for worker in ready_workers(cluster, lost))
+    waiting = (worker.incarnation for worker in processes_of(ready_workers(cluster, lost)))
     here = list(dict.fromkeys((*survivors, *waiting)))
+    launched = {x[0].launch_id: [process.incarnation for process in x] for x in cluster.by_worker(here)}
     plans = {i: sum(plan.includes(i) for plan, _ in stages) for i in here}
     most_called = sorted(here, key=lambda i: -plans[i])
     chosen: list[str] = []
@@ -151,11 +189,12 @@ def _find_beginning(
             called = next((i for i in most_called if i in open_), None)
             if called is None:
                 return ()
-            chosen.append(called)
+            chosen += launched[cluster.workers[called].launch_id]
     limit = cluster.virtual_nodes or len(here)
     if len(chosen) > limit:
         return ()
-    return tuple(dict.fromkeys((*chosen, *survivors)))[:limit]
+    fitting = processes_of(within(cluster.by_worker(dict.fromkeys((*chosen, *survivors))), limit))
+    return tuple(worker.incarnation for worker in fitting)
 
 
 def _wait_for(objectors: list[str], survivors: int) -> str:
@@ -301,12 +340,12 @@ def _start(now: float, cluster: Cluster, settings: MembershipSettings, lost: dic
         return Decision(f"{again}stopping: {cluster.stop}")
     ready = ready_workers(cluster, lost)
     fewest = cluster.fewest
-    wanted = max(fewest, min(cluster.wanted, cluster.virtual_nodes or cluster.wanted))
+    wanted = max(fewest, min(cluster.wanted, cluster.most or cluster.wanted))
     reason = f"{again}waiting for workers: {len(ready)} of {wanted} ready"
     if len(ready) < fewest:
         return Decision(f"{reason}, at least {fewest} needed" if fewest > 1 else reason)
     if len(ready) < wanted:
-        enough_since = sorted(worker.ready_at or 0.0 for worker in ready)[fewest - 1]
+        enough_since = sorted(map(ready_since, ready))[fewest - 1]
         start_at = max(cluster.waiting_since, enough_since) + settings.startup_grace
         if now < start_at:
             return Decision(reason, wake_at=start_at)
@@ -315,11 +354,22 @@ def _start(now: float, cluster: Cluster, settings: MembershipSettings, lost: dic
     listen_until = cluster.waiting_since + settings.restart_grace
     if not (cluster.trained or cluster.confirmed) and now < listen_until:
         return Decision("listening for workers that train already", wake_at=listen_until)
-    chosen = sorted(ready[: cluster.virtual_nodes], key=lambda worker: (_natural(worker.name), worker.incarnation))
-    members = tuple(worker.incarnation for worker in chosen)
+    chosen = within(ready, cluster.virtual_nodes)
+    if not chosen:
+        return Decision(
+            f"a worker has {len(ready[0])} processes and the job "
+            f"{counted(cluster.virtual_nodes or 0, 'virtual node')}, of which each process is assigned at least one; "
+            "give the job more virtual nodes, or its workers fewer processes",
+            fail=True,
+        )
+    # As ``order_members`` does: of neighbours, each is of another worker.
+    ranked = sorted(
+        processes_of(chosen), key=lambda worker: (worker.local_rank, _natural(worker.name), worker.launch_id)
+    )
+    members = tuple(worker.incarnation for worker in ranked)
     cause: Cause = "restart" if cluster.trained else "start"
     return Decision(
-        f"{again}starting with {counted(len(members), 'worker')}", Proposal("recovery", members, members, cause)
+        f"{again}starting with {counted(len(chosen), 'worker')}", Proposal("recovery", members, members, cause)
     )
 
 
@@ -328,7 +378,7 @@ def _rebuild(
 ) -> Decision:
     missing = [w for w in (cluster.workers[m] for m in proposal.members) if not w.connected]
     if missing:
-        names = listed([worker.name for worker in missing])
+        names = listed(cluster.names(worker.incarnation for worker in missing))
         wake = min(worker.disconnected_at for worker in missing) + settings.reconnect_grace
         return Decision(f"a collective broke; waiting for news of {names}", wake_at=wake)
     settled_at = broken_since + settings.suspicion_grace

@@ -22,7 +22,18 @@ from dataclasses import replace
 from virtualflow.coordinator.assignment import order_members
 from virtualflow.coordinator.balance import better_split
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, Worker, listed, ready_workers
+from virtualflow.coordinator.snapshot import (
+    Cluster,
+    Decision,
+    Processes,
+    Proposal,
+    Worker,
+    listed,
+    processes_of,
+    ready_since,
+    ready_workers,
+    within,
+)
 from virtualflow.protocol.messages import Cause
 from virtualflow.protocol.wording import counted
 
@@ -34,12 +45,12 @@ def plan_change(now: float, cluster: Cluster, settings: MembershipSettings, lost
     members = [member.incarnation for member in running.members]
     here = [m for m in members if not workers[m].left]
     late = [
-        worker
+        worker.incarnation
         for worker in (workers[m] for m in here)
         if not worker.through and (worker.entered is None or worker.entered < running.generation)
     ]
     if late:
-        names = listed([worker.name for worker in late])
+        names = listed(cluster.names(late))
         return Decision(f"generation {running.generation}: waiting for {names} to enter")
     return _Change(now, cluster, settings, lost, members, here).decide()
 
@@ -62,7 +73,9 @@ class _Change:
         self.pending = cluster.proposed
         self.newest = {x.incarnation for x in self.pending.members} if self.pending is not None else set(members)
         self.arriving = self.newest - set(members)
-        self.stay = [m for m in here if not self.workers[m].draining]
+        # Of a worker of several processes, all go with the first.
+        relieved = {self.workers[m].launch_id for m in members if self.workers[m].draining or self.workers[m].left}
+        self.stay = [m for m in here if self.workers[m].launch_id not in relieved]
         staying = set(self.stay)
         self.leaving = [m for m in members if m not in staying]
         deadlines = [self.workers[m].deadline for m in here if self.workers[m].draining]
@@ -82,7 +95,7 @@ class _Change:
                 wake_at = until if until < float("inf") else None
                 return Decision(self.pending.reason, wake_at=wake_at)
         elif cluster.evaluating and not self.leaving:
-            return Decision(f"{counted(len(self.members), 'worker')} evaluating; changes wait")
+            return Decision(f"{counted(len(cluster.by_worker(self.members)), 'worker')} evaluating; changes wait")
 
         joiners, window = self.choose_joiners()
         if self.stay:
@@ -92,9 +105,9 @@ class _Change:
         leave_at = self.leave_at(self.now if self.pending is None else cluster.proposed_at)
         if self.now >= leave_at:
             return Decision("the last worker leaves", Proposal("planned", (), (), "drain"))
-        decision = self.propose(self.here[: self.room(joiners)], joiners, leave_at)
+        decision = self.propose(self.beside(joiners), joiners, leave_at)
         if decision.proposal is None:
-            names = listed([self.workers[m].name for m in self.here])
+            names = listed(cluster.names(self.here))
             reason = f"{names} drains and nobody else is there: training on until a replacement is ready"
             return Decision(reason, wake_at=decision.wake_at)
         return decision
@@ -145,7 +158,7 @@ class _Change:
 
     # --- a change to be made -----------------------------------------------------------------------------------------
 
-    def choose_joiners(self) -> tuple[list[Worker], float | None]:
+    def choose_joiners(self) -> tuple[list[Processes], float | None]:
         """Who joins now, and until when those who could are waited with for others that are wanted too."""
         cluster, settings = self.cluster, self.settings
         if cluster.evaluating:
@@ -162,31 +175,36 @@ class _Change:
             if broken or overdue or self.now >= self.deadline - settings.drain_margin:
                 return [], None
         members = set(self.members)
-        ready = [worker for worker in ready_workers(cluster, self.lost) if worker.incarnation not in members]
-        sound = [worker for worker in ready if worker.failures == 0]
+        ready = [
+            processes for processes in ready_workers(cluster, self.lost) if processes[0].incarnation not in members
+        ]
+        sound = [processes for processes in ready if not any(worker.failures for worker in processes)]
         # One that keeps a generation from being built must not do so to others for ever.
         joiners = sound or ready[:1]
-        slots = (cluster.virtual_nodes or len(self.members)) - max(len(self.stay), 1)
-        joiners = joiners[: max(slots, 0)]
-        if joiners and self.stay and len(self.stay) + len(joiners) < cluster.wanted:
-            window_ends = min(worker.ready_at or 0.0 for worker in joiners) + settings.admission_window
+        least_kept = min((len(processes) for processes in cluster.by_worker(self.here)), default=1)
+        joiners = within(joiners, (cluster.virtual_nodes or len(self.members)) - (len(self.stay) or least_kept))
+        if joiners and self.stay and len(cluster.by_worker(self.stay)) + len(joiners) < cluster.wanted:
+            window_ends = min(map(ready_since, joiners)) + settings.admission_window
             if self.now < window_ends:
                 return [], window_ends
         return joiners, None
 
-    def room(self, joiners: list[Worker]) -> int:
-        """How many of those who drain may stay beside ``joiners`` until these have the state."""
-        return (self.cluster.virtual_nodes or len(self.members)) - len(joiners)
+    def beside(self, joiners: list[Processes]) -> list[str]:
+        """Who of those who drain may stay beside ``joiners`` until these have the state."""
+        room = (self.cluster.virtual_nodes or len(self.members)) - len(processes_of(joiners))
+        return [worker.incarnation for worker in processes_of(within(self.cluster.by_worker(self.here), room))]
 
-    def propose(self, stay: list[str], joiners: list[Worker], wake_at: float | None) -> Decision:
+    def propose(self, stay: list[str], joiners: list[Processes], wake_at: float | None) -> Decision:
         """Propose these members, unless they are those of the newest generation."""
         first = {} if self.cluster.running is None else {m.incarnation: m.first for m in self.cluster.running.members}
-        target = order_members(first, [*stay, *(worker.incarnation for worker in joiners)])
-        leaving = [self.workers[m] for m in self.leaving if m not in target]
-        parts = [f"{worker.name} joins" for worker in joiners]
-        parts += [f"{worker.name} {'drains' if worker.draining else 'left'}" for worker in leaving]
+        coming = [*(self.workers[m] for m in stay), *processes_of(joiners)]
+        target = order_members(first, {worker.incarnation: (worker.launch_id, worker.local_rank) for worker in coming})
+        leaving = self.cluster.by_worker(m for m in self.leaving if m not in target)
+        parts = [f"{processes[0].name} joins" for processes in joiners]
+        parts += [f"{processes[0].name} {'drains' if _drains(processes) else 'left'}" for processes in leaving]
         cause: Cause = "resize" if joiners and leaving else "join" if joiners else "drain" if leaving else "broken"
-        reason = listed(parts) or f"{counted(len(target), 'worker')} training"
+        training = counted(len(self.cluster.by_worker(target)), "worker")
+        reason = listed(parts) or f"{training} training"
         broken = self.pending is not None and self.pending.generation in self.cluster.broken
         if set(target) == self.newest and not broken:
             return Decision(reason, wake_at=wake_at)
@@ -195,17 +213,21 @@ class _Change:
                 self.pending.reason, Proposal("planned", tuple(target), (), self.pending.cause), wake_at=wake_at
             )
         if not parts:
-            names = [self.workers[i].name for i in sorted(self.arriving) if i in self.workers]
-            reason = f"{counted(len(target), 'worker')} training on without {listed(names)}"
-        arrivals = tuple(worker.incarnation for worker in joiners)
+            names = self.cluster.names(i for i in sorted(self.arriving) if i in self.workers)
+            reason = f"{training} training on without {listed(names)}"
+        arrivals = tuple(worker.incarnation for worker in processes_of(joiners))
         return Decision(reason, Proposal("planned", tuple(target), arrivals, cause), wake_at=wake_at)
 
     def rebalance(self, decision: Decision) -> Decision:
         """Divide the virtual nodes of the running generation otherwise, if that is worth it and not too early."""
-        reason = better_split(self.cluster, self.settings)
+        reason = better_split(self.cluster, self.settings, self.now)
         if reason is None or not all(self.workers[m].connected and not self.workers[m].done for m in self.members):
             return decision
         earliest = self.cluster.running_since + self.settings.rebalance_interval
         if self.now < earliest:
             return replace(decision, wake_at=earliest)
         return Decision(reason, Proposal("planned", tuple(self.members), (), "rebalance"))
+
+
+def _drains(processes: Processes) -> bool:
+    return any(worker.draining for worker in processes)

@@ -56,7 +56,7 @@ class Roster:
         self.workers: dict[str, Worker] = {}
         self.contacts: dict[str, Contact] = {}
         self.lost: OrderedDict[str, http_api.LostWorker] = OrderedDict()
-        """Processes that were declared lost; forgetting the worker itself does not end it here."""
+        """Workers that were declared lost, by their starts; forgetting the worker itself does not end it here."""
         self._over: OrderedDict[str, _Over] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
@@ -68,9 +68,11 @@ class Roster:
         """Take in a member of a generation that has not come itself yet."""
         if member.incarnation in self.workers:
             return
-        gone = self.refusal(member.incarnation)
-        if gone is not None and not self._over[member.incarnation].left:
-            self.note_lost(member.worker, member.incarnation, member.address, gone)
+        over = self._over.get(member.incarnation) or self._over.get(member.launch_id)
+        if over is not None and not over.left:
+            self.note_lost(member.worker, member.launch_id, member.address, over.why)
+        if member.launch_id in self._ended:
+            self.note_ended(member.incarnation)
         worker = Worker(
             member.worker,
             member.incarnation,
@@ -78,7 +80,8 @@ class Roster:
             connected=False,
             disconnected_at=now,
             known_in_person=False,
-            gone=gone,
+            gone=over.why if over is not None else None,
+            launch=member.launch,
         )
         self.add(worker, Contact(0, member.address, ""))
 
@@ -91,17 +94,23 @@ class Roster:
         worker = self.workers.get(incarnation)
         return worker is None or not worker.present
 
+    def siblings(self, worker: Worker) -> list[Worker]:
+        """All known processes of that worker, itself among them."""
+        if not worker.launch:
+            return [worker]
+        return [x for x in self.workers.values() if x.launch == worker.launch]
+
     def named(self, name: str, incarnation: str | None = None) -> Worker:
-        """The worker that bears the name now, or that very process.
+        """A process of the worker that bears the name now, or of that very start of it.
 
         Raises:
             UnknownWorker: there is none.
         """
         if incarnation is not None:
-            worker = self.workers.get(incarnation)
-            if worker is None or worker.name != name:
+            found = [x for x in self.workers.values() if x.name == name and incarnation in (x.incarnation, x.launch)]
+            if not found:
                 raise UnknownWorker(name)
-            return worker
+            return next((worker for worker in found if worker.present), found[0])
         for worker in reversed(self.workers.values()):
             if worker.name == name and worker.present:
                 return worker
@@ -119,7 +128,7 @@ class Roster:
         return known is not None and known.name == name
 
     def refusal(self, incarnation: str) -> str | None:
-        """Why that process must not come back, if so."""
+        """Why that process must not come back, if so, or the worker of that start."""
         worker = self.workers.get(incarnation)
         if worker is not None:
             return "it has left" if worker.gone is None and worker.left else worker.gone
@@ -179,11 +188,17 @@ class Roster:
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
 
-    def namesakes(self, name: str, incarnation: str) -> list[str]:
-        """Other processes of that name whose end is not known: those that live, and those that were declared lost."""
-        living = [i for i, worker in self.workers.items() if worker.name == name and worker.present and not worker.done]
-        lost = [i for i, worker in self.lost.items() if worker.worker == name and not worker.ended]
-        return [i for i in (*living, *lost) if i != incarnation]
+    def namesakes(self, hello: m.Hello) -> list[str]:
+        """Other workers of that name whose end is not known: a process of each that lives, and the starts of those that
+        were declared lost.
+        """
+        living = [
+            i
+            for i, worker in self.workers.items()
+            if worker.name == hello.worker and worker.present and not worker.done and not _is_sibling(worker, hello)
+        ]
+        lost = [i for i, worker in self.lost.items() if worker.worker == hello.worker and not worker.ended]
+        return [i for i in (*living, *lost) if i != hello.incarnation]
 
     def shift(self, seconds: float, now: float) -> None:
         """Nobody could be heard for so long: that silence does not count."""
@@ -209,3 +224,11 @@ class Roster:
             if refusal is not None:
                 self.remember_over(worker.name, incarnation, refusal, left=worker.left)
             del self.workers[incarnation], self.contacts[incarnation]
+
+
+def _is_sibling(worker: Worker, hello: m.Hello) -> bool:
+    """Whether that is another process of the same start; of one that has not come yet, nobody has said which it is."""
+    known = worker.known_in_person
+    return (
+        bool(worker.launch) and worker.launch == hello.launch and not (known and worker.local_rank == hello.local_rank)
+    )

@@ -132,7 +132,7 @@ class MembershipSettings:
     """Generations in a row that could not be built and in which a worker was to arrive, or took no part, before it is
     declared lost."""
 
-    rebalance_gain: float = 0.1
+    rebalance_gain: float = 0.05
     """An uneven split must make a step shorter by this share of it to be worth having, and so must a change of the
     split while the training runs, even as the more cautious quartiles of the measurements say (``--rebalance-gain``).
     At 1 the split stays even. A change costs no more than a step; what this keeps off is noise."""

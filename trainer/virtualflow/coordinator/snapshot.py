@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +11,23 @@ from virtualflow.protocol.settings import MAX_REASON, PassClass
 
 
 @dataclass(frozen=True)
+class LoadTime:
+    """What a worker measured under one load, its virtual nodes counted in whole passes."""
+
+    load: float
+    pace: Pace
+    """The latest."""
+    first: Pace
+    """The first one since the worker's speed last changed."""
+    at: float
+    """When the latest was told, by the coordinator's monotonic clock."""
+    visits: int = 1
+    """How often it has come to this load, and found it like before."""
+
+
+@dataclass(frozen=True)
 class Worker:
-    """A worker process as the coordinator knows it; times are of the coordinator's monotonic clock."""
+    """A worker as the coordinator knows it, or one of its processes; times are of the coordinator's monotonic clock."""
 
     name: str
     incarnation: str
@@ -40,12 +55,23 @@ class Worker:
     """Seconds per virtual node with a whole pass, by a profile of its device."""
     pace: Pace | None = None
     """The same as measured, the latest that it has told."""
+    times: tuple[LoadTime, ...] = ()
+    """The same under each load that it had since its speed last changed."""
     capacity: int | None = None
     """Bytes of its device's memory for the training."""
     doing: Doing | None = None
     """What its training thread does, if that is the latest news of it."""
     place: str = ""
     """Where that thread was when it was asked, if it did not come on."""
+    launch: str = ""
+    local_rank: int = 0
+    local_world_size: int = 1
+    """As in ``Hello``."""
+
+    @property
+    def launch_id(self) -> str:
+        """Names the start of its worker: its own process, or ``launch``."""
+        return self.launch or self.incarnation
 
     @property
     def present(self) -> bool:
@@ -61,6 +87,10 @@ class Worker:
     def through(self) -> bool:
         """It has seen the end and closed its connection: it comes to no further generation."""
         return self.done and not self.connected and self.known_in_person
+
+
+Processes = tuple[Worker, ...]
+"""The processes of a worker that are there: they enter a generation together, and leave it together."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +142,29 @@ class Cluster:
     """It has said that there is nobody but those who are here."""
 
     @property
+    def most(self) -> int | None:
+        """How many workers the virtual nodes are enough for, one for each process; ``None``: nobody has said yet."""
+        if self.virtual_nodes is None:
+            return None
+        processes = max((worker.local_world_size for worker in self.workers.values() if worker.present), default=1)
+        return max(1, self.virtual_nodes // processes)
+
+    @property
     def fewest(self) -> int:
         """How few workers may start the first generation: the minimum, as far as there are virtual nodes for them."""
-        return max(1, min(self.minimum, self.virtual_nodes or self.minimum))
+        return max(1, min(self.minimum, self.most or self.minimum))
+
+    def names(self, members: Iterable[str]) -> list[str]:
+        """What the workers of these processes are called, each once."""
+        return [processes[0].name for processes in self.by_worker(members)]
+
+    def by_worker(self, members: Iterable[str]) -> list[Processes]:
+        """These processes by their workers, in the order in which each worker's first one comes."""
+        found: dict[str, list[Worker]] = {}
+        for member in members:
+            worker = self.workers[member]
+            found.setdefault(worker.launch_id, []).append(worker)
+        return [tuple(processes) for processes in found.values()]
 
     @property
     def training(self) -> list[Worker]:
@@ -173,17 +223,45 @@ class Decision:
     """Decide again then at the latest."""
 
 
-def ready_workers(cluster: Cluster, lost: Mapping[str, str]) -> list[Worker]:
-    """Workers that could enter a generation: those that never failed to first, then those that have waited longest."""
+def ready_workers(cluster: Cluster, lost: Mapping[str, str]) -> list[Processes]:
+    """Workers all of whose processes could enter a generation: those that never failed to first, then those that have
+    waited longest.
+    """
     ready = [
-        worker
+        worker.incarnation
         for worker in cluster.workers.values()
         if worker.ready_at is not None
         and worker.connected
         and worker.incarnation not in lost
         and not (worker.draining or worker.left or worker.done)
     ]
-    return sorted(ready, key=lambda worker: (worker.failures, worker.ready_at or 0.0, worker.name, worker.incarnation))
+    complete = [x for x in cluster.by_worker(ready) if len(x) == x[0].local_world_size]
+    return sorted(complete, key=lambda x: (_failures(x), ready_since(x), x[0].name, x[0].launch_id))
+
+
+def ready_since(processes: Processes) -> float:
+    """When the last process of a worker became ready."""
+    return max(worker.ready_at or 0.0 for worker in processes)
+
+
+def _failures(processes: Processes) -> int:
+    return max(worker.failures for worker in processes)
+
+
+def within(workers: Sequence[Processes], places: int | None) -> list[Processes]:
+    """The first of these workers whose processes have so many places together; ``None``: all."""
+    chosen: list[Processes] = []
+    for processes in workers:
+        if places is not None:
+            places -= len(processes)
+            if places < 0:
+                break
+        chosen.append(processes)
+    return chosen
+
+
+def processes_of(workers: Iterable[Processes]) -> list[Worker]:
+    return [process for processes in workers for process in processes]
 
 
 def listed(parts: list[str]) -> str:

@@ -7,7 +7,7 @@ lost: a new coordinator learns the same from the Hellos of the workers.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -202,7 +202,10 @@ class JobState:
         if self.others is None:
             return None
         workers, contacts = self.roster.workers, self.roster.contacts
-        here = {(x.name, contacts[i].address) for i, x in workers.items() if x.connected and x.gone is None}
+        connected = [x for x in workers.values() if x.connected and x.gone is None]
+        processes = Counter(x.launch_id for x in connected)
+        whole = [x for x in connected if processes[x.launch_id] >= x.local_world_size]
+        here = {(x.name, contacts[x.incarnation].address) for x in whole}
         here |= {(name, "") for name, _ in here}
         return frozenset(x.worker for x in self.others if (x.worker, x.address) not in here)
 
@@ -283,8 +286,8 @@ class JobState:
         history, progress = self.history, self.history.progress
         history.goodput.look(
             now,
-            sum(1 for worker in self.roster.workers.values() if worker.present),
-            len(self.running.members) if self.running is not None else 0,
+            len({worker.launch_id for worker in self.roster.workers.values() if worker.present}),
+            self.running.workers if self.running is not None else 0,
             self.earlier_steps + history.highest_step if progress is not None else None,
             progress.step_ms / 1_000 if progress is not None and progress.step_ms is not None else None,
         )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
 from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step, slow_workers
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_RUNS
+from virtualflow.coordinator.snapshot import Processes, Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
+from virtualflow.protocol.messages import Usage
 from virtualflow.protocol.settings import MAX_LISTED
 from virtualflow.protocol.versions import this_speaker
 from virtualflow.protocol.wording import describe_end
@@ -39,13 +44,12 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         wanted=job.wanted,
         minimum=job.minimum,
         workers=tuple(
-            _worker(job, i, assigned.get(i, range(0)), slow.get(i), brief)
-            for i, worker in job.roster.workers.items()
-            if worker.present
+            _worker(job, processes, assigned, slow, brief)
+            for processes in cluster.by_worker(i for i, worker in job.roster.workers.items() if worker.present)
         ),
         lost=job.roster.listed_lost,
         proposed=proposed.generation.counter if proposed else None,
-        proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed and not brief else (),
+        proposed_workers=tuple(dict.fromkeys(x.launch_id for x in proposed.members)) if proposed and not brief else (),
         prepared=proposed is not None and job.is_prepared,
         reason=_reason(job, phase),
         step=history.step,
@@ -107,40 +111,86 @@ def _memory(job: JobState) -> http_api.MemoryReport | None:
     known = job.roster.workers
     if not members or not all(x.incarnation in known and known[x.incarnation].known_in_person for x in members):
         return None
-    plans = [(member.worker, job.roster.contacts[member.incarnation].memory) for member in members]
-    budgets = [(worker, plan) for worker, plan in plans if plan is not None]
-    offloading = [(worker, plan.reason) for worker, plan in budgets if plan.swapped + plan.recomputed > 0]
-    planned = sum(1 for _, plan in budgets if plan.reason)
-    worker, words = offloading[0] if offloading else ("", "")
-    return http_api.MemoryReport(len(budgets), planned, len(offloading), worker, words)
+    plans = [(member, job.roster.contacts[member.incarnation].memory) for member in members]
+    budgets = [(member, plan) for member, plan in plans if plan is not None]
+    offloading = [(member, plan.reason) for member, plan in budgets if plan.swapped + plan.recomputed > 0]
+    without = {member.launch_id for member, plan in budgets if not plan.reason}
+    planned = {member.launch_id for member, _ in budgets} - without
+    worker, words = (offloading[0][0].worker, offloading[0][1]) if offloading else ("", "")
+    return http_api.MemoryReport(
+        len({member.launch_id for member, _ in budgets}),
+        len(planned),
+        len({member.launch_id for member, _ in offloading}),
+        worker,
+        words,
+    )
+
+
+_WORST: tuple[http_api.WorkerState, ...] = ("silent", "draining", "starting", "ready", "training", "done")
+"""States of a worker's processes: its own is the first of these that one of them has."""
 
 
 def _worker(
-    job: JobState, incarnation: str, assigned: range, slowness: float | None, brief: bool
+    job: JobState, of_it: Processes, assigned: Mapping[str, range], slow: Mapping[str, float], brief: bool
 ) -> http_api.WorkerStatus:
-    worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
-    state: http_api.WorkerState = "starting"
-    if worker.done:
-        state = "done"
-    elif not worker.connected or incarnation in job.silent:
-        state = "silent"
-    elif worker.draining:
-        state = "draining"
-    elif assigned:
-        state = "training"
-    elif worker.ready_at is not None:
-        state = "ready"
-    pace = None if brief else known_pace(worker)
-    return http_api.WorkerStatus(
-        worker.name,
-        incarnation,
-        contact.address,
-        contact.pid,
-        state,
-        assigned.start,
-        assigned.stop,
-        None if pace is None else 1_000 * pace,
-        contact.crashed,
-        slowness,
-        None if brief else contact.usage,
+    processes = sorted(of_it, key=lambda worker: worker.local_rank)
+    first, contacts = processes[0], [job.roster.contacts[worker.incarnation] for worker in processes]
+    ranges = [assigned.get(worker.incarnation, range(0)) for worker in processes]
+    parts = [part for part in ranges if part] or [range(0)]
+    states = {_state(job, worker, part) for worker, part in zip(processes, ranges, strict=True)}
+    if len(processes) < first.local_world_size:
+        states.add("starting")
+    paces = [] if brief else [pace for worker in processes if (pace := known_pace(worker)) is not None]
+    usages = [] if brief else [contact.usage for contact in contacts if contact.usage is not None]
+    several = tuple(
+        http_api.ProcessStatus(worker.local_rank, contact.pid, part.start, part.stop)
+        for worker, contact, part in zip(processes, contacts, ranges, strict=True)
     )
+    return http_api.WorkerStatus(
+        first.name,
+        first.launch_id,
+        contacts[0].address,
+        contacts[0].pid,
+        next(state for state in _WORST if state in states),
+        min(part.start for part in parts),
+        max(part.stop for part in parts),
+        1_000 * max(paces) if paces else None,
+        any(contact.crashed for contact in contacts),
+        max((slow[worker.incarnation] for worker in processes if worker.incarnation in slow), default=None),
+        _together(usages),
+        several if first.launch else (),
+    )
+
+
+def _state(job: JobState, worker: Worker, assigned: range) -> http_api.WorkerState:
+    if worker.done:
+        return "done"
+    if not worker.connected or worker.incarnation in job.silent:
+        return "silent"
+    if worker.draining:
+        return "draining"
+    if assigned:
+        return "training"
+    return "ready" if worker.ready_at is not None else "starting"
+
+
+def _together(usages: Sequence[Usage]) -> Usage | None:
+    """What all processes of a worker take and make; a figure that one of them lacks is not known."""
+    if len(usages) <= 1:
+        return usages[0] if usages else None
+    shares = [usage.device_share for usage in usages]
+    return Usage(
+        sum(usage.processors for usage in usages),
+        _sum(usage.samples for usage in usages),
+        _sum(usage.memory for usage in usages),
+        _sum(usage.device_memory for usage in usages),
+        None if None in shares else sum(share or 0.0 for share in shares) / len(shares),
+    )
+
+
+Figure = TypeVar("Figure", int, float)
+
+
+def _sum(figures: Iterable[Figure | None]) -> Figure | None:
+    known = list(figures)
+    return None if None in known else sum(figure for figure in known if figure is not None)

@@ -12,6 +12,7 @@ from typing import get_args
 from msgspec import structs
 
 from virtualflow.coordinator.admission import fault_in_plan
+from virtualflow.coordinator.balance import note_pace
 from virtualflow.coordinator.generations import (
     confirm_end,
     declare_lost,
@@ -71,7 +72,7 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             if told is not None:
                 _entered(state, incarnation, told, step, restored, now)
         case m.Pace():
-            _paced(state, worker, message)
+            _paced(state, worker, message, now)
             return
         case m.Progress():
             _progressed(state, message)
@@ -86,7 +87,9 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
                 _convict(state, worker, generation, message.convicted, detail)
             _broke(state, worker, generation, step, detail, now)
         case m.DrainRequest(reason):
-            mark_draining(state, worker, now + state.settings.drain_grace, reason)
+            for other in mark_draining(state, worker, now + state.settings.drain_grace, reason):
+                if other != incarnation:
+                    state.send(other, m.Drain(state.settings.drain_grace, reason))
         case m.Left(generation, step):
             _left(state, worker, generation, step, now)
         case m.Failed():
@@ -160,9 +163,7 @@ def _entered(state: JobState, incarnation: str, told: m.Plan, step: int, restore
     learn(state, plan, now)
     if fresh and plan.generation.incarnation == state.incarnation:
         state.history.began = state.history.wall if state.history.began is None else state.history.began
-        state.tell(
-            "generation", f"generation {plan.generation}: {counted(len(plan.members), 'worker')} ({plan.reason})"
-        )
+        state.tell("generation", f"generation {plan.generation}: {counted(plan.workers, 'worker')} ({plan.reason})")
     if fresh and restored and first:
         state.tell("restored", f"resumed from the checkpoint of step {step}")
     if fresh and begins:
@@ -177,7 +178,7 @@ def _progressed(state: JobState, progress: m.Progress) -> None:
         return
     state.note_non_finite(progress.non_finite)
     news = state.history.is_news(progress)
-    members, history = len(state.running.members) if state.running is not None else 0, state.history
+    members, history = state.running.workers if state.running is not None else 0, state.history
     history.series.add(progress.step, progress.steps_per_second, members, progress.metrics, history.wall)
     if history.take_progress(progress):
         _settle(state, progress.generation)
@@ -188,11 +189,12 @@ def _progressed(state: JobState, progress: m.Progress) -> None:
         state.version += 1
 
 
-def _paced(state: JobState, worker: Worker, pace: m.Pace) -> None:
+def _paced(state: JobState, worker: Worker, pace: m.Pace, now: float) -> None:
     if worker.entered is None or pace.generation > worker.entered or not pace.low <= pace.median <= pace.high:
         return
     if worker.pace is None or pace.generation >= worker.pace.generation:
-        state.roster.update(worker.incarnation, pace=pace)
+        times = note_pace(state.snapshot(), worker, pace, now)
+        state.roster.update(worker.incarnation, pace=pace, times=times)
         state.version += 1
 
 
@@ -260,8 +262,8 @@ def _failed(state: JobState, worker: Worker, failed: m.Failed) -> None:
         return
     others = [
         other
-        for incarnation, other in state.roster.workers.items()
-        if incarnation != worker.incarnation and other.present and not other.through
+        for other in state.roster.workers.values()
+        if other.launch_id != worker.launch_id and other.present and not other.through
     ]
     if failed.machine_fault and any(other.may_have_state or not worker.may_have_state for other in others):
         declare_lost(state, worker.incarnation, failed.error, machine_fault=True)
@@ -273,7 +275,7 @@ def _failed(state: JobState, worker: Worker, failed: m.Failed) -> None:
             confirm_end(state, worker.incarnation)
             return
         address = state.roster.contacts[worker.incarnation].address
-        state.roster.note_lost(worker.name, worker.incarnation, address, failed.error, does_not_fit=True)
+        state.roster.note_lost(worker.name, worker.launch_id, address, failed.error, does_not_fit=True)
     state.history.does_not_fit = failed.does_not_fit
     where = f" in step {failed.step}" if failed.step else ""
     state.fail(failed.error, failed.traceback, event=f"{worker.name} failed{where}: {failed.error}")
@@ -289,8 +291,10 @@ def _note_odd(state: JobState, worker: Worker, odd: tuple[str, ...]) -> None:
         return
     for incarnation in odd:
         if running.includes(incarnation) and incarnation in known.workers:
-            name, address = known.workers[incarnation].name, known.contacts[incarnation].address
-            known.note_lost(name, incarnation, address, "its state is not that of most others", convicted=True)
+            member, address = known.workers[incarnation], known.contacts[incarnation].address
+            known.note_lost(
+                member.name, member.launch_id, address, "its state is not that of most others", convicted=True
+            )
 
 
 def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, now: float) -> None:
@@ -308,7 +312,8 @@ def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, 
         confirm_end(state, worker.incarnation)
         if worker.entered is not None:
             state.history.step = max(state.history.step, step)
-        state.tell("left", f"{worker.name} left after step {step}")
+        if all(x.left for x in state.roster.siblings(worker) if x.incarnation != worker.incarnation):
+            state.tell("left", f"{worker.name} left after step {step}")
 
 
 def _done(state: JobState, worker: Worker, done: m.Done) -> None:
@@ -326,7 +331,7 @@ def _done(state: JobState, worker: Worker, done: m.Done) -> None:
         return
     state.history.step = done.step
     if done.step > state.history.series.last_step:  # nobody was there to hear of it when the step was made
-        members = len(state.running.members) if state.running is not None else 0
+        members = state.running.workers if state.running is not None else 0
         state.history.series.add(done.step, 0.0, members, done.metrics, state.history.wall)
     if result is None or done.timed_steps > result.timed_steps:
         state.history.result = done

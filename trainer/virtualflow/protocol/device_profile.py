@@ -6,6 +6,7 @@ will be, so that the first assignment of virtual nodes is right already. A profi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +87,10 @@ class ChainProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What else is on the device all the time."""
     sum_bytes: _Bytes = 0
     """A sum of all gradients: as many are at rest at a time as the number of virtual nodes has bits, but one."""
+    gradient_bytes: _Bytes | None = None
+    """All gradients as they come, where their sum takes more; ``None``: as many."""
+    scratch: bool = False
+    """Whether more than two such sums wait in files (``vf.Memory(scratch=...)``)."""
     device_bytes: _Count | None = None
     """The device's memory."""
     host_bytes: _Bytes | None = None
@@ -222,8 +227,20 @@ def seconds_for(profile: DeviceProfile, micro_batch: int) -> float:
     return low.seconds + share * (high.seconds - low.seconds)
 
 
-def guess_pace(path: Path, situation: Situation) -> float:
-    """Seconds per virtual node that the profile in ``path`` foretells.
+def block_seconds(profile: DeviceProfile, micro_batch: int, names: Sequence[str]) -> list[tuple[float, float]]:
+    """Seconds of the forward and the backward pass of the blocks of these names, for the measured size that is nearest.
+
+    None where one of them was not measured.
+    """
+    if profile.chain is None:
+        return []
+    nearest = min(profile.chain.sizes, key=lambda size: abs(size.micro_batch - micro_batch))
+    measured = {block.name: (block.forward_seconds, block.backward_seconds) for block in nearest.blocks}
+    return [measured[name] for name in names] if measured.keys() >= set(names) else []
+
+
+def read_fitting(path: Path, situation: Situation) -> DeviceProfile:
+    """The profile in ``path``.
 
     Raises:
         ConfigurationError: it cannot be read or does not fit; the sentence says what to do.
@@ -234,7 +251,7 @@ def guess_pace(path: Path, situation: Situation) -> float:
         raise ConfigurationError(
             f"the profile {path} does not fit: {reason}; make one here with virtualflow profile {profile.script}"
         )
-    return seconds_for(profile, situation.micro_batch)
+    return profile
 
 
 def describe(profile: DeviceProfile) -> str:

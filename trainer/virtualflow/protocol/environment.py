@@ -19,13 +19,17 @@ from virtualflow.protocol.settings import (
     ACTIVATIONS,
     ON_NON_FINITE,
     PLACEMENTS,
+    REDUNDANCIES,
     REPRODUCIBILITY,
+    SHARD_CHOICES,
     THREADS,
     ActivationsChoice,
     BackwardSpec,
     OnNonFinite,
     Placement,
+    Redundancy,
     Reproducibility,
+    ShardChoice,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +81,39 @@ def read_credential(url: str | None = None) -> Credential:
 
 
 @dataclass(frozen=True)
+class LocalPlace:
+    """Which process of a worker of several processes this one is."""
+
+    launch: str
+    """Names the start of that worker, which its processes have in common."""
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def read(cls) -> LocalPlace | None:
+        """``None``: this process is its worker.
+
+        Raises:
+            ConfigurationError: what it is told cannot be.
+        """
+        text = os.environ.get(names.ENV_LAUNCH, "").strip()
+        if not text:
+            return None
+        launch, _, numbers = text.partition("/")
+        rank, _, size = numbers.partition("/")
+        known = launch and rank.isdecimal() and size.isdecimal()
+        if not known or not (int(rank) < int(size) and 2 <= int(size) <= names.MAX_PROCESSES):
+            raise ConfigurationError(
+                f"{names.ENV_LAUNCH}={text!r} does not say which process of its worker this is, as START/RANK/COUNT "
+                "does; leave it to virtualflow"
+            )
+        return cls(launch, int(rank), int(size))
+
+    def __str__(self) -> str:
+        return f"{self.launch}/{self.local_rank}/{self.local_world_size}"
+
+
+@dataclass(frozen=True)
 class WorkerEnvironment:
     """What a worker is told through its environment (see the outside contracts in docs/design.md)."""
 
@@ -115,6 +152,10 @@ class WorkerEnvironment:
     """Where the optimizer steps; ``None``: the script says."""
     backward: BackwardSpec | None = None
     """How far backward passes go; ``None``: the script says."""
+    shard: ShardChoice | None = None
+    """What is divided over the workers; ``None``: the script says."""
+    redundancy: Redundancy | None = None
+    """Who else has a worker's share of it; ``None``: the script says."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -131,6 +172,8 @@ class WorkerEnvironment:
     """The socket of the turn server, where the device is shared with other jobs."""
     identity: Path | None = None
     """The folder of this worker's identity; ``None``: connections are in plaintext."""
+    place: LocalPlace | None = None
+    """``None``: this process is the worker."""
 
     @cached_property
     def credential(self) -> Credential:
@@ -198,6 +241,8 @@ class WorkerEnvironment:
             activations=activations,
             optimizer=_choice(names.ENV_OPTIMIZER_PLACEMENT, PLACEMENTS),
             backward=_backward(),
+            shard=_choice(names.ENV_SHARD, SHARD_CHOICES),
+            redundancy=_choice(names.ENV_REDUNDANCY, REDUNDANCIES),
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),
@@ -206,6 +251,7 @@ class WorkerEnvironment:
             explain_out=_path(names.ENV_EXPLAIN_OUT),
             turns=_path(names.ENV_TURNS),
             identity=identity,
+            place=LocalPlace.read(),
         )
 
 

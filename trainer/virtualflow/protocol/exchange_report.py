@@ -64,6 +64,10 @@ class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
     """Of all buckets."""
     beside: tuple[int, int]
     """Bytes sent and received for the rest of a step: headers, and new values of a sharded optimizer."""
+    sent: list[int]
+    """Bytes of gradients that each worker sends, by the schedule,"""
+    sent_if_whole: list[int]
+    """and if no backward pass ended early."""
 
 
 def write_report(path: Path, report: ExchangeReport) -> None:

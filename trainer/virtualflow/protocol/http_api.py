@@ -28,7 +28,15 @@ from virtualflow.protocol.messages import (
     Version,
     Word,
 )
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_LISTED, MAX_NAME, MAX_RUNS, MAX_WORKERS, Reproducibility
+from virtualflow.protocol.settings import (
+    MAX_CHANGES,
+    MAX_LISTED,
+    MAX_NAME,
+    MAX_PROCESSES,
+    MAX_RUNS,
+    MAX_WORKERS,
+    Reproducibility,
+)
 from virtualflow.protocol.wording import Metrics
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -128,29 +136,52 @@ class Answer(Base, frozen=True, tag=False):
 WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
 
+class ProcessStatus(Base, frozen=True, tag=False, omit_defaults=True):
+    """One of the processes of a worker."""
+
+    local_rank: Count
+    pid: Count
+    first: Count = 0
+    last: Count = 0
+    """The half-open range of virtual nodes that it is assigned; empty for one that has none."""
+
+
 class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
     """A worker as the status shows it."""
 
     worker: Text
     incarnation: Text
+    """Of its process, or of all of its processes together."""
     address: Text
     pid: Count
+    """Of its first process."""
     state: WorkerState
+    """Of all its processes: it trains when all do."""
     first: Count
     last: Count
-    """The half-open range of virtual nodes that it is assigned; empty for one that has none."""
+    """The half-open range of virtual nodes that it is assigned; empty for one that has none. Of one of several
+    processes, from the first to the last of them all: its processes have parts of it, and others what is between."""
     pace_ms: float | None = None
-    """How long it computes for a virtual node, as measured or else by a profile; not in a brief status."""
+    """How long it computes for a virtual node, as measured or else by a profile; not in a brief status. Of several
+    processes, the slowest."""
     crashed: bool = False
     """It has said that its script failed."""
     slowness: float | None = None
     """How many times the usual pace it takes, if it is clearly slower than the others; not in a brief status."""
     usage: Usage | None = None
     """What it takes and makes, as it said last; not in a brief status."""
+    processes: Annotated[tuple[ProcessStatus, ...], msgspec.Meta(max_length=MAX_PROCESSES)] = ()
+    """Those that are there, by their local ranks; empty: it is one process."""
 
     @property
     def assigned(self) -> bool:
         return self.first < self.last
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The virtual nodes that it is assigned, ascending."""
+        each: tuple[WorkerStatus | ProcessStatus, ...] = self.processes or (self,)
+        return tuple(sorted((range(x.first, x.last) for x in each if x.first < x.last), key=lambda part: part.start))
 
 
 class LostWorker(Base, frozen=True, tag=False):

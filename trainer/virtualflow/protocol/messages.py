@@ -53,8 +53,8 @@ NO_GENERATION = Generation(0, 0)
 """The one before the first, and the offer of a worker that has none to enter."""
 
 
-class Member(Base, frozen=True, tag=False):
-    """A worker of a generation, and the half-open range of virtual nodes that it is assigned."""
+class Member(Base, frozen=True, tag=False, omit_defaults=True):
+    """A process of a worker in a generation, and the half-open range of virtual nodes that it is assigned."""
 
     worker: Name
     incarnation: Name
@@ -62,10 +62,17 @@ class Member(Base, frozen=True, tag=False):
     address: Address
     first: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_VIRTUAL_NODES)]
     last: Annotated[int, msgspec.Meta(ge=0, le=limits.MAX_VIRTUAL_NODES)]
+    launch: Annotated[str, msgspec.Meta(max_length=limits.MAX_NAME)] = ""
+    """As in :class:`Hello`."""
 
     @property
     def virtual_nodes(self) -> range:
         return range(self.first, self.last)
+
+    @property
+    def launch_id(self) -> str:
+        """Names the start of its worker: its own process, or ``launch``."""
+        return self.launch or self.incarnation
 
 
 class Plan(Base, frozen=True, tag="plan"):
@@ -85,6 +92,11 @@ class Plan(Base, frozen=True, tag="plan"):
     reason: Sentence
     ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.MAX_WORKERS)] = ()
     """Members of earlier generations, by incarnation, whose end is confirmed (see ``lineage``)."""
+
+    @property
+    def workers(self) -> int:
+        """How many workers are in it; of each, all processes are."""
+        return len({member.launch_id for member in self.members})
 
     def includes(self, incarnation: str) -> bool:
         return any(member.incarnation == incarnation for member in self.members)
@@ -214,6 +226,13 @@ class Hello(Base, frozen=True, tag="hello"):
     runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=limits.MAX_RUNS)] = ()
     draws_early: bool = False
     """The script draws random numbers before the micro-batches of a step: a joiner joins before it does."""
+    launch: Annotated[str, msgspec.Meta(max_length=limits.MAX_NAME)] = ""
+    """Names the start of a worker of several processes, which come, drain and end together; they have this name and
+    the worker's in common. Empty: this process is the worker."""
+    local_rank: Annotated[int, msgspec.Meta(ge=0, lt=limits.MAX_PROCESSES)] = 0
+    """Which of them it is."""
+    local_world_size: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_PROCESSES)] = 1
+    """How many there are."""
 
 
 class Doing(Base, frozen=True, tag=False):

@@ -32,6 +32,12 @@ ENV_TRACE_REPEAT = "VIRTUALFLOW_TRACE_REPEAT"
 ENV_EXPLAIN_OUT = "VIRTUALFLOW_EXPLAIN_OUT"
 ENV_TURNS = "VIRTUALFLOW_TURNS"
 ENV_THREADS = "VIRTUALFLOW_THREADS"
+ENV_LAUNCH = "VIRTUALFLOW_LAUNCH"
+"""Which process of a worker of several this one is, as START/RANK/COUNT: what names this start of the worker, its
+place from 0, and how many there are."""
+ENV_LOCAL_RANK = "LOCAL_RANK"
+ENV_LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+"""The latter two for scripts, under the names that other launchers use. The library does not read them."""
 ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
 ENV_MAX_FUSED = "VIRTUALFLOW_MAX_FUSED"
 ENV_ON_NON_FINITE = "VIRTUALFLOW_ON_NON_FINITE"
@@ -41,6 +47,8 @@ ENV_HOST_MEMORY = "VIRTUALFLOW_HOST_MEMORY"
 ENV_ACTIVATIONS = "VIRTUALFLOW_ACTIVATIONS"
 ENV_OPTIMIZER_PLACEMENT = "VIRTUALFLOW_OPTIMIZER_PLACEMENT"
 ENV_BACKWARD = "VIRTUALFLOW_BACKWARD"
+ENV_SHARD = "VIRTUALFLOW_SHARD"
+ENV_REDUNDANCY = "VIRTUALFLOW_REDUNDANCY"
 ENV_PROFILE = "VIRTUALFLOW_PROFILE"
 ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
 ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
@@ -73,6 +81,9 @@ MANIFEST_BACKOFF_LIMIT = 3
 
 MAX_VIRTUAL_NODES = 65_536
 MAX_WORKERS = 4_096
+
+MAX_PROCESSES = 64
+"""Of one worker."""
 
 MAX_CLASSES = 64
 """Classes of virtual nodes whose backward passes go equally far."""
@@ -163,6 +174,19 @@ Placement = Literal["device", "host"]
 
 PLACEMENTS: dict[str, Placement] = {"Device": "device", "Host": "host"}
 
+ShardChoice = Literal["parameters", "hybrid", "optimizer", "none"]
+"""What is divided over the workers: the parameters with the optimizer's state, that state while each worker has the
+parameters among its processes, that state alone, or nothing."""
+
+SHARD_CHOICES: dict[str, ShardChoice] = {
+    "Parameters": "parameters", "Hybrid": "hybrid", "Optimizer": "optimizer", "None": "none"
+}  # fmt: skip
+
+Redundancy = Literal["peer", "checkpoint", "none"]
+"""Who else has a worker's share of what is divided: another worker, a checkpoint, or nobody."""
+
+REDUNDANCIES: dict[str, Redundancy] = {"Peer": "peer", "Checkpoint": "checkpoint", "None": "none"}
+
 HEARTBEAT_LIMIT = 5.0
 """A worker that was silent for this long is lost."""
 
@@ -210,6 +234,15 @@ class PassClass(msgspec.Struct, frozen=True):
     """The computing of one, as a share of that of a virtual node with a whole pass; on average over the steps."""
     reach: Fraction
     """The part of the model's blocks that the longest of its passes reaches: with it goes what activations take."""
+
+
+_FORWARD_SHARE = 1 / 3
+"""Of computing a virtual node, the forward pass: a backward pass multiplies twice as often."""
+
+
+def cost_of(fraction: float) -> float:
+    """The computing of a virtual node whose pass reaches that part of the blocks, as a share of a whole one's."""
+    return _FORWARD_SHARE + (1 - _FORWARD_SHARE) * fraction
 
 
 def class_of(virtual_node: int, virtual_nodes: int, classes: int) -> int:

@@ -20,10 +20,15 @@ when what workers exchange among themselves changes. 3 is the first in which unk
 first in which a sharded optimizer's keepers tell norms of blocks, and cut parameters, and in which workers agree on how
 each bucket of gradients travels. 5 is the first in which a step header tells what each virtual node weighs, 6 the first
 in which workers reach each other over connections of the library's own, 7 the first in which a script's runs follow one
-another in one job, and in which a step header tells what a virtual node has frozen and added to buffers."""
+another in one job, in which a step header tells what a virtual node has frozen and added to buffers, in which rows of
+gradients that hold nothing do not travel, in which a worker may be several processes, and in which keepers of a share
+do not send each other new values."""
 
 RUNS_PROTOCOL = 7
 """Who speaks an older one knows of one run only."""
+
+PROCESSES_PROTOCOL = 7
+"""Who speaks an older one takes a worker's second process for the same worker, started again."""
 
 OLDEST_PROTOCOL = 3
 """The oldest that it still speaks: raised when code for an older one is taken out."""
