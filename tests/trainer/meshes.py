@@ -12,7 +12,7 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.key_agreement import Introduction, Signer
-from virtualflow.transport.mesh import build_mesh
+from virtualflow.transport.mesh import ASKING_LANES, LANES, build_mesh
 from virtualflow.transport.settings import CommunicatorSettings
 
 
@@ -51,11 +51,13 @@ def mesh(
     sealed: bool = False,
     signers: Mapping[int, Signer | None] | None = None,
     board: Board | None = None,
+    asks: bool = False,
 ) -> list[Communicator]:
     """Communicators of ``size`` members in this process.
 
     Args:
         signers: of those members that have others than ``sealed`` says.
+        asks: whether members ask one another.
     """
     board, plan = board or Board(), plan_of(size)
 
@@ -64,7 +66,8 @@ def mesh(
         own = NamedSigner(f"worker-{rank}") if sealed else None
         signer = (signers or {}).get(rank, own)
         introduction = None if signer is None else Introduction(signer, plan, rank)
-        lanes = build_mesh(board, rank, size, "127.0.0.1", 20.0, introduction=introduction)
+        count = LANES + ASKING_LANES if asks else LANES
+        lanes = build_mesh(board, rank, size, "127.0.0.1", 20.0, introduction=introduction, count=count)
         how = settings or CommunicatorSettings()
         return Communicator(plan, rank, lanes, news, how, introduction=introduction)
 

@@ -65,16 +65,14 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.kinds: set[str] = set()
         self._barrier = threading.Barrier(size, timeout=PATIENCE)
         self._letters: dict[tuple[int, int], SimpleQueue[Tensor | None]] = {
             (sender, receiver): SimpleQueue() for sender in range(size) for receiver in range(size)
         }
         self._blocks: list[list[Tensor]] = [[] for _ in range(size)]
 
-    def swap(self, rank: int, kind: str, blocks: list[Tensor]) -> list[list[Tensor]]:
+    def swap(self, rank: int, blocks: list[Tensor]) -> list[list[Tensor]]:
         """Give these and get everybody's."""
-        self.kinds.add(kind)
         self._blocks[rank] = [block.clone() for block in blocks]
         try:
             self._barrier.wait()
@@ -127,7 +125,7 @@ class Seat:
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather at once."""
         fails = self._begin()
-        received = self.table.swap(self.rank, "all_gather", [block])
+        received = self.table.swap(self.rank, [block])
         self._end(fails)
         return torch.stack([blocks[0] for blocks in received])
 
@@ -180,7 +178,6 @@ class Letters:
     def wait(self) -> None:
         """Send and receive."""
         table, rank = self._seat.table, self._seat.rank
-        table.kinds.add("messages")
         for message in self._messages:
             if not message.incoming:
                 table.send(rank, message.peer, message.stretch.clone())

@@ -3,6 +3,7 @@ connections between workers behind it, and the one to the coordinator. It knows 
 """
 
 from virtualflow.transport.activity import Activity
+from virtualflow.transport.answers import Answers, Give, Take
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
 from virtualflow.transport.interface import DONE, Collectives, Message, Pending, as_bytes, gather_bytes
@@ -13,14 +14,17 @@ from virtualflow.transport.turns import Turns
 __all__ = [
     "DONE",
     "Activity",
+    "Answers",
     "Collectives",
     "Communicator",
     "CopyClient",
     "CopyRefused",
+    "Give",
     "Link",
     "Message",
     "Pending",
     "Signer",
+    "Take",
     "Turns",
     "as_bytes",
     "gather_bytes",

@@ -24,11 +24,12 @@ from torch import Tensor
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.activity import Activity
+from virtualflow.transport.answers import Answers
 from virtualflow.transport.channel import Channel, FrameExchange, Lane, checksum
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.key_agreement import Introduction, Signer
 from virtualflow.transport.link import Link
-from virtualflow.transport.mesh import build_mesh, close_all
+from virtualflow.transport.mesh import ASKING_LANES, LANES, build_mesh, close_all
 from virtualflow.transport.settings import CommunicatorSettings
 
 T = TypeVar("T")
@@ -63,7 +64,8 @@ class Communicator:
     """The collectives among the members of ``plan``, as its member number ``rank``.
 
     Args:
-        lanes: connections to the others, for the thread that trains and for one beside it; none for one that is alone.
+        lanes: connections to the others, for the thread that trains and for one beside it, and perhaps for what the
+            member of the lower rank asks and what the other one does; none for one that is alone.
         interrupted: asked while something is waited for; a sentence ends that.
         introduction: of a member that seals what it sends, and has met all others; ``None``: all of it is plaintext.
     """
@@ -92,20 +94,28 @@ class Communicator:
                 return introduction.open_channel(connection, peer, number)
             return Channel(connection, plan.members[peer].worker)
 
-        self._lanes = [
-            Lane(
-                {peer: channel(connection, peer, number) for peer, connection in sorted(lane.items())},
-                partial(_refuse, interrupted),
-                settings,
-            )
+        opened = [
+            {peer: channel(connection, peer, number) for peer, connection in sorted(lane.items())}
             for number, lane in enumerate(lanes)
         ]
+        check = partial(_refuse, interrupted)
+        self._lanes = [Lane(channels, check, settings) for channels in opened[:LANES]]
+        self.answers: Answers | None = None
+        """Answers what the others ask; ``None``: nobody asks anything."""
+        if len(opened) > LANES:
+            lower, higher = opened[LANES:]
+            asked = {peer: (higher if rank < peer else lower)[peer] for peer in lower}
+            self._lanes.append(
+                Lane({peer: (lower if rank < peer else higher)[peer] for peer in lower}, check, settings)
+            )
+            self.answers = Answers(asked, check, settings, hashes=self._hashes)
         self._lane = self._lanes[0] if self._lanes else None
-        self._beside: Communicator | None = None
-        if self._lanes:
-            # No circle of references: what has not arrived in a communicator that is left is to be freed with it.
-            self._beside = copy.copy(self)
-            self._beside._lane = self._lanes[1]
+        self._others: tuple[Communicator, ...] = ()
+        # No circle of references: what has not arrived in a communicator that is left is to be freed with it.
+        others = [copy.copy(self) for _ in self._lanes[1:]]
+        for other, lane in zip(others, self._lanes[1:], strict=True):
+            other._lane = lane
+        self._others = tuple(others)
 
     @classmethod
     def open(
@@ -117,13 +127,21 @@ class Communicator:
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
         signer: Signer | None = None,
+        *,
+        asks: bool = False,
     ) -> Communicator:
+        """Connect to the other members of a plan.
+
+        Args:
+            asks: whether members ask one another (``asking``, ``answers``); the same on all of them.
+        """
         lanes: list[dict[int, socket.socket]] = []
         introduction = None if signer is None else Introduction(signer, plan, rank)
         if len(plan.members) > 1:
             rendezvous = LinkRendezvous(link, plan.generation, superseded)
             address, limit = plan.members[rank].address, settings.connect_timeout
-            lanes = build_mesh(rendezvous, rank, len(plan.members), address, limit, superseded, introduction)
+            count = LANES + ASKING_LANES if asks else LANES
+            lanes = build_mesh(rendezvous, rank, len(plan.members), address, limit, superseded, introduction, count)
         try:
             return cls(plan, rank, lanes, interrupted, settings, link.activity, introduction)
         except OSError as error:
@@ -133,7 +151,12 @@ class Communicator:
     @property
     def beside(self) -> Communicator:
         """The same for a thread beside the one that trains: what one of the two starts is nothing to the other."""
-        return self._beside or self
+        return self._others[0] if self._others else self
+
+    @property
+    def asking(self) -> Communicator:
+        """Likewise for a thread that asks others for something: what it gets is what they answer (``answers``)."""
+        return self._others[1]
 
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather equal blocks: ``block`` is uint8 ``[n]``, the result uint8 ``[size, n]`` in the order of the ranks."""
@@ -191,8 +214,15 @@ class Communicator:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes that were sent to others, and received from them, by either thread; without heads and tags."""
-        return sum(lane.sent for lane in self._lanes), sum(lane.received for lane in self._lanes)
+        """Bytes that were sent to others, and received from them, by any thread; without heads and tags."""
+        sent, received = sum(lane.sent for lane in self._lanes), sum(lane.received for lane in self._lanes)
+        if self.answers is not None:
+            sent, received = sent + self.answers.sent, received + self.answers.received
+        return sent, received
+
+    def check(self) -> None:
+        """Raise CommunicatorBroken if nothing is to be waited for any longer."""
+        _refuse(self._interrupted)
 
     def flush(self) -> None:
         """Wait until all that was started has left, for a thread that turns to something else than waiting."""
@@ -231,6 +261,8 @@ class Communicator:
         """Close all connections: nothing that is under way reads or writes memory any more."""
         for lane in self._lanes:
             lane.cut()
+        if self.answers is not None:
+            self.answers.cut()
 
     def move(self, windows: Iterator[Sequence[Message]], *, timeout: float) -> None:
         """Send and receive messages between pairs of members: all of a window at once, one window after the other.
@@ -252,6 +284,8 @@ class Communicator:
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
+        if self.answers is not None:
+            self.answers.close()
 
 
 class _Waiting:

@@ -28,6 +28,8 @@ from virtualflow.transport.key_agreement import SECRET, Introduction
 
 LANES = 2
 """Connections of each pair: of the thread that trains, and of the one that exchanges beside it."""
+ASKING_LANES = 2
+"""Further ones of members that ask one another: of what the lower rank asks, and of what the higher one does."""
 _GREETING = struct.Struct(f"<{SECRET}sIB")
 """The secret, the rank of whoever connects, and which of its connections this is."""
 _SEALED = b"\0"
@@ -58,12 +60,14 @@ def build_mesh(
     timeout: float,
     superseded: Callable[[], bool] = lambda: False,
     introduction: Introduction | None = None,
+    count: int = LANES,
 ) -> list[dict[int, socket.socket]]:
     """Connect to the other members; blocks until all connections stand.
 
     Args:
         address: where this member listens meanwhile, on a port of the system's choice.
         introduction: of a member that seals its frames; behind this it knows the others.
+        count: of the lanes, the same on all members.
 
     Returns:
         For each lane, the connections to the peers by their ranks.
@@ -72,13 +76,13 @@ def build_mesh(
     raise_descriptor_limit()  # until the mesh stands, strangers are accepted
     with ExitStack() as undo:
         try:
-            listener = undo.enter_context(_listen(address, LANES * size))
+            listener = undo.enter_context(_listen(address, count * size))
             secret = secrets.token_bytes(SECRET)
             host, port = listener.getsockname()[:2]
             where = f"{host} {port}".encode()
             said = b"" if introduction is None else _SEALED + introduction.say(where)
             rendezvous.publish(_key(rank), secret + where + said)
-            lanes: list[dict[int, socket.socket]] = [{} for _ in range(LANES)]
+            lanes: list[dict[int, socket.socket]] = [{} for _ in range(count)]
             undo.callback(close_all, lanes)
             asked = [peer for peer in range(size if introduction else rank) if peer != rank]
             told = rendezvous.wait([_key(peer) for peer in asked], limit - time.monotonic())
@@ -92,7 +96,7 @@ def build_mesh(
             missing = {
                 (peer, number): introduction.greeting(peer, number) if introduction else secret
                 for peer in range(rank + 1, size)
-                for number in range(LANES)
+                for number in range(count)
             }
             _accept(listener, missing, lanes, limit, superseded)
         except OSError as error:
