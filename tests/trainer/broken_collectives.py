@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from elastic_jobs import die_here
+from elastic_jobs import die_here, is_here
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.errors import CommunicatorBroken
-from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Pending
 from virtualflow.worker.run import Run
@@ -69,7 +67,7 @@ def train_steps(
 
 def break_collective(victim: str, number: int, how: str) -> None:
     """Let a worker fail at a collective: ``killed`` before it, or told that it ``broke`` after it."""
-    if not victim or os.environ.get(ENV_WORKER) != victim:
+    if not victim or not is_here(victim):
         return
     calls = 0
     start = Communicator._start

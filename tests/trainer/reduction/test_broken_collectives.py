@@ -53,18 +53,22 @@ def attempt(
 
 @pytest.mark.parametrize("how", ["before", "after"])
 @pytest.mark.parametrize(
-    ("way", "early"),
+    ("way", "early", "cut"),
     [
-        pytest.param(GATHER, False, id="gathered whole"),
-        pytest.param(GATHER, True, id="gathered whole, early"),
-        pytest.param(SLICES, False, id="by slices"),
-        pytest.param(SLICES, True, id="early"),
+        pytest.param(GATHER, False, False, id="gathered whole"),
+        pytest.param(GATHER, True, False, id="gathered whole, early"),
+        pytest.param(SLICES, False, False, id="by slices"),
+        pytest.param(SLICES, True, False, id="early"),
+        pytest.param(SLICES, False, True, id="by slices, of passes that end early"),
+        pytest.param(SLICES, True, True, id="early, of passes that end early"),
     ],
 )
 def test_whichever_collective_breaks_no_sum_is_wrong_and_the_next_attempt_is_right(
-    way: Exchange, early: bool, how: How
+    way: Exchange, early: bool, cut: bool, how: How
 ) -> None:
     problem = build(3, NODES, PLACES)
+    if cut:
+        problem = problem.cut((frozenset({0, 2}), frozenset({0, 2, 5}), frozenset(range(NODES))))
     wanted = bits(problem.expected(SCALE))
     settings = ReductionSettings(alignment=ALIGNMENT, exchange=way, bucket=128)
     reducers = [Reducer(choose_summation(NODES, "bitwise"), settings) for _ in RANGES]

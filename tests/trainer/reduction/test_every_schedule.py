@@ -104,6 +104,11 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[range], float]:
     return build(draw(st.integers(0, 1 << 16)), virtual_nodes, places), ranges, scale
 
 
+def every_place(problem: Problem) -> list[int]:
+    """In the order in which a backward pass finishes them."""
+    return list(range(len(problem.templates)))[::-1]
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["behind the headers", "beside the backward pass"])
 @settings(max_examples=examples(60), deadline=None)
 @given(drawn_problem=problems(), seed=st.integers(0, 1 << 16))
@@ -112,7 +117,7 @@ def test_every_legal_schedule_gives_the_bits_of_the_canonical_tree(
 ) -> None:
     problem, ranges, scale = drawn_problem
     wanted = bits(problem.expected(scale))
-    order = (lambda problem: list(range(len(problem.templates)))[::-1]) if early else None
+    order = every_place if early else None
     found = reduce_all(problem, ranges, scale, [drawn(seed + turn) for turn in range(3)], order)
     assert [[bits(tensors) for tensors in of_workers] for of_workers in found] == [[wanted] * len(ranges)] * 3
 
@@ -130,6 +135,30 @@ def test_owners_of_a_sharded_optimizer_get_the_same_bits_by_every_legal_schedule
     for of_workers in reduce_all(problem, ranges, scale, [drawn(seed), drawn(seed + 1)], all_there, portions):
         for rank, tensors in enumerate(of_workers):
             kept = [kept_by(rank, tensor, of) for tensor, of in zip(wanted, portions, strict=True)]
+            assert bits(tensors) == bits(kept)
+
+
+def reached(problem: Problem, seed: int) -> Problem:
+    """The same problem where backward passes end early: at some places of the first ones, for some virtual nodes."""
+    draw, nodes = random.Random(seed), range(problem.virtual_nodes)
+    classes = [frozenset(node for node in nodes if draw.random() < share) for share in (0.2, 0.5, 1.0)]
+    return problem.cut(tuple(draw.choice(classes) for _ in range(draw.randint(0, len(problem.templates)))))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["behind the headers", "beside the backward pass"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["all need all", "sharded"])
+@settings(max_examples=examples(40), deadline=None)
+@given(drawn_problem=problems(), seed=st.integers(0, 1 << 16))
+def test_rows_that_no_backward_pass_has_got_to_leave_the_bits_as_they_are(
+    sharded: bool, early: bool, drawn_problem: tuple[Problem, list[range], float], seed: int
+) -> None:
+    whole, ranges, scale = drawn_problem
+    problem, size = reached(whole, seed), len(ranges)
+    wanted, order = problem.expected(scale), every_place if early else None
+    portions = portions_of(problem, size, seed) if sharded and size > 1 else None
+    for of_workers in reduce_all(problem, ranges, scale, [drawn(seed), drawn(seed + 1)], order, portions):
+        for rank, tensors in enumerate(of_workers):
+            kept = wanted if portions is None else [kept_by(rank, *one) for one in zip(wanted, portions, strict=True)]
             assert bits(tensors) == bits(kept)
 
 

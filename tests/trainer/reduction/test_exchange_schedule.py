@@ -99,7 +99,7 @@ def test_what_would_take_much_memory_is_not_gathered_by_choice() -> None:
         shape = Shape(size, (2, 1))
         choice = choose(shape, network=fast)
         assert choice.way is way
-    assert "16 MiB of memory" in choice.reason
+    assert "12 MiB of memory" in choice.reason
 
 
 def test_the_way_follows_from_the_network() -> None:

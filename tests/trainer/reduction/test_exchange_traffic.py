@@ -25,15 +25,14 @@ from virtualflow.reduction import (
     Passage,
     Scheduled,
     choose_summation,
-    planned_bytes,
     summarize,
     traffic,
 )
-from virtualflow.reduction.bucket_exchange import Bucket
+from virtualflow.reduction.buckets import Bucket
 from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.schedule import Way
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.traffic import ExchangeLog
+from virtualflow.reduction.traffic import ExchangeLog, planned_bytes
 from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Reduced, Update
 from virtualflow.transport.channel import HEAD
 from virtualflow.transport.communicator import Communicator
@@ -168,7 +167,7 @@ def members_of(size: int, work: Callable[[Communicator], Told], *, sealed: bool 
 
 
 def planned(schedule: Sequence[Scheduled], rank: int) -> list[tuple[int, int]]:
-    return [planned_bytes(one.bucket, one.choice.way, one.shape.rows, one.portions, rank) for one in schedule]
+    return [one.moved(rank) for one in schedule]
 
 
 @pytest.mark.parametrize("workers", RANGES)
@@ -233,14 +232,14 @@ def test_seals_are_not_counted() -> None:
 
 # Bytes by hand, of a bucket of ten elements of four bytes; three workers contribute 2, 1 and 1 sums.
 
-TEN = Bucket(torch.float32, (0, 1), (0, 6), 10, 4)
+TEN = Bucket(torch.float32, (0, 1), (0, 6), 10, (0, 4, 8, 12), ((0, 1), (0,), (0,)))
 SHARED: Portions = ((Portion(0, 3, (0, 1)), Portion(3, 6, (1, 2))), (Portion(0, 4, (2, 0)),))
 
 
 @pytest.mark.parametrize(
     ("way", "portions", "wanted"),
     [
-        pytest.param(Way.WHOLE, None, [(160, 160)] * 3, id="two blocks of two rows, whoever has one"),
+        pytest.param(Way.WHOLE, None, [(160, 80), (80, 120), (80, 120)], id="all rows to all"),
         pytest.param(Way.SLICES, None, [(64 + 32, 32 + 32), (32 + 32, 48 + 32), (32 + 32, 48 + 32)], id="slices"),
         pytest.param(Way.SLICES, SHARED, [(56 + 12, 24 + 16), (28 + 12, 36 + 12), (24 + 16, 48 + 12)], id="kept twice"),
         pytest.param(
@@ -252,7 +251,7 @@ SHARED: Portions = ((Portion(0, 3, (0, 1)), Portion(3, 6, (1, 2))), (Portion(0, 
     ],
 )
 def test_the_plan_of_a_bucket_by_hand(way: Way, portions: Portions | None, wanted: list[tuple[int, int]]) -> None:
-    assert [planned_bytes(TEN, way, (2, 1, 1), portions, rank) for rank in range(3)] == wanted
+    assert [planned_bytes(TEN, way, portions, rank) for rank in range(3)] == wanted
 
 
 # --- times ------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class Worker:
     script: Callable[[Body], None]
     reproducibility: Any = "bitwise"
     verify: bool = False
+    dtype: torch.dtype | None = None
+    """In which gradients are summed up, if not in their own."""
     drops: bool = False
     """Whether samples of some steps are dropped, as its workers learn from the headers."""
     seen: list[Any] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Worker:
         self.update = Update(
             self.model,
             OptimizerOptions(torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)),
-            choose_summation(NODES, self.reproducibility),
+            choose_summation(NODES, self.reproducibility, self.dtype),
             micro_batch=SAMPLES,
             reduction=self.settings,
             spot_checker=checker,
@@ -176,25 +178,29 @@ def hot(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @cache
-def reference(script: Callable[[Body], None]) -> tuple[list[Any], list[Any]]:
+def reference(script: Callable[[Body], None], dtype: torch.dtype | None = None) -> tuple[list[Any], list[Any]]:
     """The states, and what the script has seen, where nothing is done early."""
-    worker = Worker(COLD, script)
+    worker = Worker(COLD, script, dtype=dtype)
     (states,) = train([worker], RANGES["alone"])
     assert worker.repeated == 0
     return states, worker.seen
 
 
 @pytest.mark.parametrize(
-    ("how", "ranges"),
-    [TIERS.get(pair, nightly)(*pair, id=f"{pair[0]}-{pair[1]}") for pair in product(HOT, RANGES)],
+    ("how", "ranges", "dtype"),
+    [
+        *(TIERS.get(pair, nightly)(*pair, None, id=f"{pair[0]}-{pair[1]}") for pair in product(HOT, RANGES)),
+        slow("in buckets", "unaligned", torch.float64, id="in buckets-unaligned-in wider sums"),
+        nightly("gathered whole", "alone", torch.float64, id="gathered whole-alone-in wider sums"),
+    ],
 )
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_bits_and_what_a_script_sees_are_those_of_waiting(
-    script: Callable[[Body], None], how: str, ranges: str, hot: list[int]
+    script: Callable[[Body], None], how: str, ranges: str, dtype: torch.dtype | None, hot: list[int]
 ) -> None:
-    states, seen = reference(script)
+    states, seen = reference(script, dtype)
     hot.clear()
-    workers = [Worker(HOT[how], script) for _ in RANGES[ranges]]
+    workers = [Worker(HOT[how], script, dtype=dtype) for _ in RANGES[ranges]]
     assert train(workers, RANGES[ranges]) == [states] * len(workers)
     assert sorted(found for worker in workers for found in worker.seen) == sorted(seen)
     goes_hot, surprises = SCRIPTS[script]
@@ -328,17 +334,21 @@ ANYTHING = [plain, norms_every_time, clipped, replaced, forgotten, twice, thrown
     ),
     cuts=st.sets(st.integers(1, NODES - 1), max_size=2),
     how=st.sampled_from(list(HOT.values())),
+    dtype=st.sampled_from([None, torch.float64]),
 )
 def test_whatever_scripts_do_when_they_like_the_bits_and_what_they_see_stay(
-    what: dict[tuple[int, int], Callable[[Body], None]], cuts: set[int], how: ReductionSettings
+    what: dict[tuple[int, int], Callable[[Body], None]],
+    cuts: set[int],
+    how: ReductionSettings,
+    dtype: torch.dtype | None,
 ) -> None:
     def script(body: Body) -> None:
         what.get((body.step, body.node), plain)(body)
 
-    cold = Worker(COLD, script)
+    cold = Worker(COLD, script, dtype=dtype)
     (states,) = train([cold], RANGES["alone"])
     ranges = [range(a, b) for a, b in pairwise([0, *sorted(cuts), NODES])]
-    workers = [Worker(how, script) for _ in ranges]
+    workers = [Worker(how, script, dtype=dtype) for _ in ranges]
     assert train(workers, ranges) == [states] * len(workers)
     assert sorted(found for worker in workers for found in worker.seen) == sorted(cold.seen)
 

@@ -5,27 +5,45 @@ The device is played: all tensors are on the CPU, and the host memory of these t
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from counted_memory import CountedMemory
+from elastic_jobs import ElasticJob, alone
 from hypothesis import given
 from hypothesis import strategies as st
+from injected import injected
 from test_gradient_memory import living
 from thread_collectives import ALONE, Seat, Table
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import virtualflow as vf
 from tiers import nightly
+from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Accumulator, Offload, Tensors, choose_offloaded, choose_summation, plan_offload
+from virtualflow.reduction import (
+    Accumulator,
+    FileMemory,
+    Offload,
+    Tensors,
+    choose_offloaded,
+    choose_summation,
+    plan_offload,
+)
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.tree import Key
+from virtualflow.state import digests
 from virtualflow.step import OptimizerOptions, Update
 
 # --- which ------------------------------------------------------------------------------------------------------------
@@ -60,8 +78,95 @@ def test_the_next_additions_find_the_sums_that_are_needed_soonest_on_the_device(
         assert set(keys[: len(chosen)]) == chosen
 
 
-def test_on_the_cpu_all_sums_stay_where_they_are() -> None:
+def test_on_the_cpu_all_sums_stay_where_they_are_unless_a_directory_is_named(tmp_path: Path) -> None:
     assert plan_offload(torch.device("cpu"), 1 << 30, ReductionSettings()) is None
+    named = ReductionSettings(scratch=tmp_path)
+    assert plan_offload(torch.device("cpu"), 1 << 20, named) is None, "small ones stay"
+    planned = plan_offload(torch.device("cpu"), 1 << 30, named)
+    assert planned is not None
+    assert isinstance(planned.memory, FileMemory)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def mapped_bytes(directory: Path) -> int:
+    """Of this process, in files of that directory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    bounds = [line[0].split("-") for line in lines if len(line) > 5 and line[5].startswith(str(directory))]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in bounds)
+
+
+def test_a_sum_in_a_file_has_its_bits_and_layout_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    memory = FileMemory(tmp_path)
+    draw = torch.Generator().manual_seed(0)
+    image = torch.randn(2, 3, 5, 7, generator=draw)
+    for tensor in (
+        torch.randn(3_000, generator=draw),
+        image.to(memory_format=torch.channels_last),
+        image[:, :, ::2],
+        torch.full((3, 2), -0.0, dtype=torch.bfloat16),
+        torch.tensor(1.5),
+    ):
+        there = memory.store(tensor)
+        assert there is not tensor
+        assert mapped_bytes(tmp_path) >= tensor.nbytes
+        back = memory.bring(there).get()
+        assert torch.equal(back, tensor)
+        assert torch.equal(back.signbit(), tensor.signbit())
+        assert there.is_contiguous() or there.stride() == tensor.stride()
+        assert list(tmp_path.iterdir()) == []
+        del there
+        gc.collect()
+        assert mapped_bytes(tmp_path) == 0
+    nothing = torch.empty(0)
+    assert memory.store(nothing) is nothing
+
+
+def test_a_sum_that_no_file_can_take_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    tensor = torch.ones(5)
+    assert FileMemory(tmp_path).store(tensor) is tensor
+    assert "free some space there" in caplog.text
+
+
+def train_with(memory: vf.Memory | None, divided: bool = False) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    data = TensorDataset(torch.randn(64, 8))
+    options: dict[str, Any] = {"shard": "parameters", "redundancy": "none"} if divided else {}
+    stored: list[Tensor] = []
+    store = FileMemory.store
+    with (
+        injected(reduction={"offload_from": 1, "sums_on_device": 1, "norm_block": 4}),
+        mock.patch.object(FileMemory, "store", lambda self, tensor: stored.append(tensor) or store(self, tensor)),
+        vf.elastic(model, optimizer, data, batch_size=32, steps=3, virtual_nodes=16, memory=memory, **options) as run,
+    ):
+        for step in run:
+            for (x,) in step:
+                model(x).square().mean().backward()
+    assert bool(stored) == (memory is not None)
+    return run._context.training.digest or digests.digest(model.state_dict())
+
+
+def test_a_run_whose_sums_wait_in_files_has_the_same_bits(tmp_path: Path) -> None:
+    assert alone(train_with, vf.Memory(scratch=tmp_path)) == alone(train_with, None)
+
+
+def test_divided_sums_wait_in_files_too(start_job: Callable[..., ElasticJob], tmp_path: Path) -> None:
+    job = start_job(train_with, vf.Memory(scratch=tmp_path), True, workers=3)
+    assert job.results() == [alone(train_with, None)] * 3
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no file can be made there"):
+        train_with(vf.Memory(scratch=tmp_path / "none"))
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

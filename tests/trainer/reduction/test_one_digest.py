@@ -91,6 +91,8 @@ class Training:
     known: bool
     """Whether it is known before the headers how many samples a step has."""
     sharded: bool = False
+    dtype: torch.dtype | None = None
+    """In which gradients are summed up, if not in their own."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Member:
                 clip_value=training.clip_value,
                 shard_copies=2 * training.sharded,
             ),
-            choose_summation(training.virtual_nodes, "bitwise"),
+            choose_summation(training.virtual_nodes, "bitwise", training.dtype),
             micro_batch=SAMPLES,
             reduction=SETTINGS,
             choose=choose,
@@ -270,15 +272,17 @@ CLIPS = st.sampled_from([None, 0.01])
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[Training, list[Turn]]:
     sharded = draw(st.booleans())
+    dtype = draw(st.sampled_from([None, torch.float64]))
     training = Training(
         draw(st.integers(2, 9)),
         draw(st.sampled_from(sorted(MODELS))),
         draw(st.sampled_from(ELEMENTWISE if sharded else sorted(OPTIMIZERS))),
         draw(CLIPS),
         draw(CLIPS),
-        not sharded and draw(st.booleans()),
+        not sharded and dtype is None and draw(st.booleans()),
         draw(st.booleans()),
         sharded,
+        dtype,
     )
     several = divisions(training.virtual_nodes).filter(lambda ranges: len(ranges) <= MOST_WORKERS).map(tuple)
     if sharded:  # states of it change hands in its own tests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.reduction.bucket_exchange import plan_buckets, share_bucket
+from virtualflow.reduction.buckets import plan_buckets, share_bucket
 from virtualflow.reduction.ownership import (
     Move,
     Row,
@@ -18,6 +19,7 @@ from virtualflow.reduction.ownership import (
     Stretch,
     covers,
     difference,
+    holders,
     intersection,
     lost,
     plan_hand_over,
@@ -201,10 +203,10 @@ def test_of_each_bucket_everything_is_added_up_once_by_who_keeps_it(
 ) -> None:
     templates = [torch.empty(numel) for numel in numels]
     row = Row(tuple(numels), (4,) * len(numels), (4,) * len(numels))
-    shares = share_row(row, size, copies, run)
+    shares, rows = share_row(row, size, copies, run), [((0,),) * size] * len(numels)
     added = [
         Stretch(bucket.places[part.at], part.begin, part.end)
-        for bucket in plan_buckets(templates, range(len(numels)), size, alignment=4, limit=limit)
+        for bucket in plan_buckets(templates, range(len(numels)), rows, alignment=4, limit=limit)
         for rank, parts in enumerate(share_bucket(bucket, shares.portions, size))
         for part in parts
         if part.keepers == shares.keepers(row.offsets[bucket.places[part.at]] + part.begin) and part.keepers[0] == rank
@@ -221,6 +223,25 @@ def test_each_worker_adds_up_as_much_of_every_bucket_as_the_others(members: int)
     templates = [torch.empty(()).expand(numel) for numel in numels]
     run = 1 << 20
     portions = share_row(Row(numels, (4,) * len(numels), (4_096,) * len(numels)), members, 1, run).portions
-    for bucket in plan_buckets(templates, range(len(numels))[::-1], members, alignment=16, limit=4 * run):
+    rows = [((0,),) * members] * len(numels)
+    for bucket in plan_buckets(templates, range(len(numels))[::-1], rows, alignment=16, limit=4 * run):
         lengths = [sum(part.numel for part in parts) for parts in share_bucket(bucket, portions, members)]
         assert max(lengths) - min(lengths) <= run // 4 + 4_096
+
+
+# --- who holds shares for others of its group -------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_each_group_holds_all_shares_once_and_each_member_its_own(groups: int, size: int, draw: random.Random) -> None:
+    ranks = list(range(groups * size))
+    draw.shuffle(ranks)
+    divided = [tuple(sorted(ranks[number::groups])) for number in range(groups)]
+    held = holders(divided)
+    for group in divided:
+        assert sorted(first for rank in group for first in held[rank]) == list(range(groups * size))
+    assert all(rank in first for rank, first in enumerate(held))
+
+
+def test_groups_of_different_sizes_hold_all_as_well() -> None:
+    assert holders([(0, 2), (1,)]) == [(0, 1), (0, 1, 2), (2,)]

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_collectives import ALONE, Seat, Table, together
+from thread_collectives import ALONE, Seat, Table, take_seats, together
 from torch import Tensor
 
 from tiers import examples
 from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation, Tensors
+from virtualflow.reduction.buckets import Reach
+from virtualflow.reduction.ownership import Row, share_row
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Shape, choose_ways
 from virtualflow.reduction.settings import Exchange, ReductionSettings
@@ -48,6 +50,15 @@ class Problem:
     virtual_nodes: int
     templates: list[Tensor]
     contributed: list[Tensors]
+    reach: Reach | None = None
+
+    def cut(self, reach: Reach) -> Problem:
+        """The same, where backward passes end so that only these virtual nodes contribute to the first places."""
+        contributed = [
+            [None if place < len(reach) and node not in reach[place] else value for place, value in enumerate(tensors)]
+            for node, tensors in enumerate(self.contributed)
+        ]
+        return Problem(self.virtual_nodes, self.templates, contributed, reach)
 
     @property
     def present(self) -> list[bool]:
@@ -96,15 +107,14 @@ def reduce_on(
     bucket: int = 128,
     early: Callable[[Problem], list[int]] | None = None,
     one_by_one: bool = True,
-) -> tuple[list, Table]:
-    """Reduce the problems one after the other; ``[rank][problem]`` and what collectives it took.
+) -> list:
+    """Reduce the problems one after the other; ``[rank][problem]``.
 
     With ``early``, the places that it names set out while the last virtual node's tensors come in, in that order; if
     not ``one_by_one``, most of them together.
     """
     size = len(problems[0][1])
-    table = Table(size)
-    seats = [Seat(table, rank) for rank in range(size)] if size > 1 else [ALONE]
+    seats = take_seats(size) if size > 1 else [ALONE]
 
     def work(rank: int) -> list[Tensors]:
         reducer = Reducer(
@@ -120,7 +130,7 @@ def reduce_on(
             reducer.close()
         return found
 
-    return together(seats, work), table
+    return together(seats, work)
 
 
 def reduce_one(
@@ -135,7 +145,15 @@ def reduce_one(
     assigned = ranges[seat.rank]
     if early is None:
         parts = problem.parts(assigned)
-        return reducer.reduce(seat, ranges, parts, templates=problem.templates, present=problem.present, scale=scale)
+        return reducer.reduce(
+            seat,
+            ranges,
+            parts,
+            templates=problem.templates,
+            present=problem.present,
+            scale=scale,
+            reach=problem.reach,
+        )
     accumulator = Accumulator(CanonicalSummation(problem.virtual_nodes))
     for node in assigned[:-1]:
         accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
@@ -150,6 +168,7 @@ def reduce_one(
         templates=problem.templates,
         places=places,
         scale=scale,
+        reach=problem.reach,
     )
     if begun is not None:
         order = sorted(begun.places, key=lambda place: (place * 7 + seat.rank) % 5)  # not the same everywhere
@@ -173,7 +192,15 @@ def reduce_one(
         found, under_way = {}, frozenset()
     accumulator.add(assigned[-1], last)
     late = [there and place not in under_way for place, there in enumerate(problem.present)]
-    reduced = reducer.reduce(seat, ranges, accumulator.parts, templates=problem.templates, present=late, scale=scale)
+    reduced = reducer.reduce(
+        seat,
+        ranges,
+        accumulator.parts,
+        templates=problem.templates,
+        present=late,
+        scale=scale,
+        reach=problem.reach,
+    )
     return [found.get(place, tensor) if problem.present[place] else None for place, tensor in enumerate(reduced)]
 
 
@@ -213,10 +240,8 @@ def test_every_worker_gets_the_bits_of_the_canonical_tree(
 ) -> None:
     problems, scale = job
     expected = [bits(problem.expected(scale)) for problem, _ in problems]
-    found, table = reduce_on(problems, way, scale)
+    found = reduce_on(problems, way, scale)
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
-    if way is GATHER:
-        assert "messages" not in table.kinds
 
 
 @pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
@@ -229,7 +254,7 @@ def test_virtual_nodes_may_lie_anywhere_and_a_worker_may_have_none(
     nodes, workers = problems[0][0].virtual_nodes, data.draw(st.integers(1, 4))
     owners = data.draw(st.lists(st.integers(0, workers - 1), min_size=nodes, max_size=nodes))
     holdings = [[node for node in range(nodes) if owners[node] == rank] for rank in range(workers)]
-    found, _ = reduce_on([(problem, holdings) for problem, _ in problems], way, scale)
+    found = reduce_on([(problem, holdings) for problem, _ in problems], way, scale)
     expected = [bits(problem.expected(scale)) for problem, _ in problems]
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * workers
 
@@ -259,15 +284,93 @@ def test_what_sets_out_before_the_last_virtual_node_is_through_has_the_same_bits
     chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
     bucket, one_by_one = data.draw(st.sampled_from([1, 64, 1 << 20])), data.draw(st.booleans())
     expected = [bits(problem.expected(scale)) for problem, _ in problems]
-    found, _ = reduce_on(problems, way, scale, bucket, lambda problem: chosen, one_by_one)
+    found = reduce_on(problems, way, scale, bucket, lambda problem: chosen, one_by_one)
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
+
+
+@pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+def test_what_has_set_out_can_be_read_again_where_passes_have_got_to(way: Exchange) -> None:
+    """As a worker does whose attempt is aborted and who keeps what it has summed up."""
+    virtual_nodes, ranges = 7, [range(3), range(3, 7)]
+    whole = build(5, virtual_nodes, [((65,), torch.float32), ((0,), torch.float32), ((3, 5), torch.float32)])
+    for node in whole.contributed:
+        node[:] = [
+            torch.ones_like(like) if value is None else value for value, like in zip(node, whole.templates, strict=True)
+        ]
+    problem = whole.cut((frozenset({1, 4}), frozenset({6}), frozenset({0})))
+    seats = take_seats(2)
+
+    def work(rank: int) -> tuple[list[Tensors], list[Tensors]]:
+        own, settings = ranges[rank], ReductionSettings(alignment=ALIGNMENT, exchange=way, bucket=128)
+        reducer = Reducer(CanonicalSummation(virtual_nodes), settings)
+        accumulator = Accumulator(CanonicalSummation(virtual_nodes))
+        for node in own[:-1]:
+            accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
+        last = [None if value is None else value.clone() for value in problem.contributed[own[-1]]]
+        options = {"weight": 1.0, "templates": problem.templates, "places": [2, 1, 0], "scale": None}
+        early = reducer.begin(seats[rank], ranges, accumulator, last=own[-1], reach=problem.reach, **options)
+        assert early is not None
+        early.give_rest(dict(enumerate(last)))
+        early.pipeline.exchange_headers(torch.zeros(1, dtype=torch.uint8))
+        rows = [[row.get(place) for place in range(3)] for row in early.rows()]
+        list(early.results())
+        reducer.close()
+        return rows, [tensors for _, tensors in problem.parts(own)]
+
+    for result in together(seats, work):
+        assert result is not None
+        for row, expected in zip(*result, strict=True):
+            zeros = [torch.zeros_like(like) for like in problem.templates]
+            assert bits([zero if t is None else t + 0.0 for t, zero in zip(row, zeros, strict=True)]) == bits(
+                [zero if t is None else t + 0.0 for t, zero in zip(expected, zeros, strict=True)]
+            )
+            assert way is GATHER or [t is None for t in row] == [t is None for t in expected]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all need all", "sharded"])
+def test_messages_take_no_more_memory_where_backward_passes_end_early(sharded: bool) -> None:
+    """Of three virtual nodes one reaches all blocks, one two thirds and one a third, in turns."""
+    numel, blocks, seats = 4096, 6, take_seats(3)
+    templates = [torch.empty(numel) for _ in range(blocks)]
+    portions = (
+        share_row(Row((numel,) * blocks, (1,) * blocks, (1,) * blocks), 3, copies=1).portions if sharded else None
+    )
+
+    def work(rank: int) -> list[list[int]]:
+        taken = []
+        for cut in (False, True):
+            reducer = Reducer(CanonicalSummation(3), ReductionSettings(exchange=SLICES, bucket=8 * numel))
+            reducer.share(portions)
+            taken.append([])
+            for step in range(6):
+                deepest = [(node + step) % 3 * 2 for node in range(3)]
+                reach = [frozenset(node for node in range(3) if block >= deepest[node]) for block in range(blocks)]
+                row = [torch.ones(numel) if not cut or rank in nodes else None for nodes in reach]
+                of_step = {"reach": tuple(reach)} if cut else {}
+                parts: list[tuple[tuple[int, int], Tensors]] = [((rank, rank + 1), row)]
+                reducer.reduce(
+                    seats[rank],
+                    [range(node, node + 1) for node in range(3)],
+                    parts,
+                    templates=templates,
+                    present=[True] * blocks,
+                    scale=1.0,
+                    **of_step,
+                )
+                taken[-1].append(sum(kept.nbytes for kept in reducer._buffers._kept.values()))
+        return taken
+
+    for found in together(seats, work):
+        assert found is not None
+        whole, cut = found
+        assert max(cut) <= 1.1 * max(whole) <= 1.2 * 2 * 4 * numel * blocks
 
 
 @pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
 def test_a_tensor_may_become_another_one_from_step_to_step(way: Exchange) -> None:
     ranges, layouts = [range(2), range(2, 4)], [((7,), torch.float32), ((65,), torch.float32), ((65,), torch.float64)]
     problems = [build(1, 4, [layout, ((3,), torch.float32)]) for layout in layouts]
-    found, _ = reduce_on([(problem, ranges) for problem in problems], way, 1.0)
+    found = reduce_on([(problem, ranges) for problem in problems], way, 1.0)
     for results in found:
         assert [bits(tensors) for tensors in results] == [bits(problem.expected(1.0)) for problem in problems]
 
@@ -289,12 +392,17 @@ def test_a_script_that_never_comes_back_to_a_set_of_tensors_fills_no_memory() ->
 
 
 def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:
-    ranges = [range(2), range(2, 4)]
-    kinds = [
-        reduce_on([(build(1, 4, [((count,), torch.float32)]), ranges)], Exchange(), 1.0, 1 << 30)[1].kinds
-        for count in (1_000, 1_000_000)
-    ]
-    assert kinds == [{"all_gather"}, {"messages"}]
+    trips, settings = [], ReductionSettings(bucket=1 << 30)
+    for count in (1_000, 1_000_000):
+        problem, seats = build(1, 4, [((count,), torch.float32)]), take_seats(2)
+
+        def work(rank: int, problem: Problem = problem, seats: Sequence[Seat] = seats) -> None:
+            reducer = Reducer(CanonicalSummation(4), settings)
+            reduce_one(reducer, seats[rank], problem, [range(2), range(2, 4)], 1.0, None, one_by_one=True)
+
+        together(seats, work)
+        trips.append([seat.operations for seat in seats])
+    assert trips == [[1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("workers", [1, 2], ids=["alone", "two workers"])
@@ -310,11 +418,12 @@ def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:
 )
 def test_a_zero_has_the_sign_that_the_rule_gives_it(nodes: list[list[float] | None], sign: float, workers: int) -> None:
     contributed: list[Tensors] = [[None if node is None else torch.tensor(node)] for node in nodes]
-    problem = Problem(len(nodes), [torch.zeros(1)], contributed)
+    whole = Problem(len(nodes), [torch.zeros(1)], contributed)
+    cut = whole.cut((frozenset(number for number, node in enumerate(nodes) if node is not None),))
     half = len(nodes) // 2
     ranges = [range(len(nodes))] if workers == 1 else [range(half), range(half, len(nodes))]
-    for way in (GATHER, SLICES):
-        found, _ = reduce_on([(problem, ranges)], way, 1.0)
+    for way, problem in product((GATHER, SLICES), (whole, cut)):
+        found = reduce_on([(problem, ranges)], way, 1.0)
         for ((tensor,),) in found:
             assert tensor is not None
             assert math.copysign(1.0, float(tensor)) == sign
@@ -328,7 +437,7 @@ def test_the_factor_is_not_rounded_to_the_type_of_the_tensors(dtype: torch.dtype
     assert not torch.equal(exact, value * torch.tensor(scale, dtype=dtype)), "otherwise this shows nothing"
     problem = Problem(2, [value], [[value], [torch.zeros_like(value)]])
     for ranges in ([range(2)], [range(1), range(1, 2)]):
-        found, _ = reduce_on([(problem, ranges)], SLICES, scale)
+        found = reduce_on([(problem, ranges)], SLICES, scale)
         assert [bits(tensors) for (tensors,) in found] == [bits([exact])] * len(found)
 
 

@@ -3,17 +3,31 @@ backward pass where that is safe. Bits depend on this package alone, so it knows
 """
 
 from virtualflow.reduction.accumulation import (
+    OWN_TYPES,
     Accumulator,
     Addition,
     Parts,
+    Precision,
     Summation,
     Tensors,
     choose_summation,
+    deal,
+    multiply,
     separate,
+    sum_up,
 )
 from virtualflow.reduction.bucket_exchange import as_raw
+from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.norm import block_norms, clip_by_norm, count_blocks, total_norm
-from virtualflow.reduction.offload import HostMemory, Landing, Offload, choose_offloaded, host_memory, plan_offload
+from virtualflow.reduction.offload import (
+    FileMemory,
+    HostMemory,
+    Landing,
+    Offload,
+    choose_offloaded,
+    host_memory,
+    plan_offload,
+)
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
 from virtualflow.reduction.ownership import (
     Move,
@@ -24,6 +38,7 @@ from virtualflow.reduction.ownership import (
     Stretch,
     covers,
     difference,
+    holders,
     intersection,
     lost,
     plan_hand_over,
@@ -32,7 +47,8 @@ from virtualflow.reduction.ownership import (
     union,
 )
 from virtualflow.reduction.pipeline import Early
-from virtualflow.reduction.reducer import Reducer, Scheduled
+from virtualflow.reduction.reducer import Exchanger, Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_ways, stages
 from virtualflow.reduction.settings import Exchange
-from virtualflow.reduction.traffic import Passage, planned_bytes, summarize
+from virtualflow.reduction.traffic import Passage, summarize
+from virtualflow.reduction.tree import Key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol, TypeVar
 
@@ -23,12 +24,57 @@ from virtualflow.reduction.tree import Key, subtrees, tree_sum
 
 T = TypeVar("T")
 
+Tensors = list[Tensor | None]
+"""One tensor for each place; ``None`` where nothing was contributed."""
+
+Parts = list[tuple[Key, Tensors]]
+"""Sums over the tree nodes ``(left, right)``, from left to right."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which types gradients are summed up.
+
+    Args:
+        least: that of gradients whose own type has fewer bytes; ``None``: every gradient is summed up in its own.
+    """
+
+    least: torch.dtype | None = None
+
+    def of(self, dtype: torch.dtype) -> torch.dtype:
+        """In which gradients of a type are summed up."""
+        if self.least is not None and dtype.is_floating_point and dtype.itemsize < self.least.itemsize:
+            return self.least
+        return dtype
+
+    def cast(self, gradient: Tensor) -> Tensor:
+        """A gradient in the type of its sum: itself, or a copy."""
+        return gradient if self.least is None else gradient.to(self.of(gradient.dtype))
+
+    def cast_all(self, gradients: Tensors) -> Tensors:
+        """The same list with all of them cast; each is freed before the next one is copied."""
+        if self.least is not None:
+            for place, gradient in enumerate(gradients):
+                if gradient is not None:
+                    gradients[place] = self.cast(gradient)
+        return gradients
+
+    def template(self, like: Tensor) -> Tensor:
+        """A tensor of the shape, device and type of the sum of such gradients, in the memory of one element."""
+        dtype = self.of(like.dtype)
+        return like if dtype == like.dtype else torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
+
+
+OWN_TYPES = Precision()
+
 
 class Summation(Protocol):
-    """An order of summation."""
+    """An order of summation, and its precision."""
 
     movable: bool
     """Whether a sum is the same whoever contributes it, so that it may be kept when virtual nodes change hands."""
+    precision: Precision
+    """Of gradients; whatever else is summed up has its own type."""
 
     def parts_of(self, holding: Sequence[int]) -> list[Key]:
         """The stretches whose sums a worker contributes that holds these virtual nodes, from left to right."""
@@ -52,7 +98,8 @@ class CanonicalSummation:
 
     movable = True
 
-    def __init__(self, virtual_nodes: int) -> None:
+    def __init__(self, virtual_nodes: int, precision: Precision = OWN_TYPES) -> None:
+        self.precision = precision
         self._virtual_nodes = virtual_nodes
         self._parent: dict[Key, Key] = {}
         self._pair(0, virtual_nodes)
@@ -84,6 +131,9 @@ class SummationByWorker:
 
     movable = False
 
+    def __init__(self, precision: Precision = OWN_TYPES) -> None:
+        self.precision = precision
+
     def parts_of(self, holding: Sequence[int]) -> list[Key]:
         return [(holding[0], holding[-1] + 1)]
 
@@ -98,16 +148,35 @@ class SummationByWorker:
         return micro_batch * most
 
 
-def choose_summation(virtual_nodes: int, reproducibility: Reproducibility) -> Summation:
-    """The order of summation of a job."""
-    return CanonicalSummation(virtual_nodes) if reproducibility == "bitwise" else SummationByWorker()
+def choose_summation(
+    virtual_nodes: int, reproducibility: Reproducibility, reduce_dtype: torch.dtype | None = None
+) -> Summation:
+    """The order of summation of a job, and its precision.
+
+    Args:
+        reduce_dtype: in which gradients of narrower types are summed up; ``None``: each in its own.
+    """
+    precision = Precision(reduce_dtype)
+    bitwise = reproducibility == "bitwise"
+    return CanonicalSummation(virtual_nodes, precision) if bitwise else SummationByWorker(precision)
 
 
-Tensors = list[Tensor | None]
-"""One tensor for each place; ``None`` where nothing was contributed."""
+def deal(ranges: Sequence[Sequence[int]], number: int = 0) -> list[list[int]]:
+    """As many virtual nodes for each as in ``ranges``, dealt in turns: what all compute at a time are neighbours.
 
-Parts = list[tuple[Key, Tensors]]
-"""Sums over the tree nodes ``(left, right)``, from left to right."""
+    Where contributions are summed up one by one as they come, whoever computes them, sums wait for as few others as
+    there can be: at most as many as the tree is deep.
+
+    Args:
+        number: the first of them.
+    """
+    dealt: list[list[int]] = [[] for _ in ranges]
+    for turn in range(max(map(len, ranges))):
+        for nodes, assigned in zip(dealt, ranges, strict=True):
+            if turn < len(assigned):
+                nodes.append(number)
+                number += 1
+    return dealt
 
 
 class Accumulator:
@@ -196,7 +265,8 @@ class Accumulator:
         offloaded, merged = self._offloaded, reversed(self.parts[at:])
         moved = [(tensors, offloaded[of]) for of, tensors in merged if of in offloaded]
         fetch = Fetch(self._offload, moved) if self._offload is not None and moved else None
-        return Addition(self.parts, merges=len(self.parts) - at, weight=weight, fetch=fetch)
+        precision = self._summation.precision
+        return Addition(self.parts, merges=len(self.parts) - at, weight=weight, precision=precision, fetch=fetch)
 
 
 class Addition:
@@ -207,13 +277,17 @@ class Addition:
 
     Args:
         merges: with how many of the last of them it makes one.
+        precision: of the sums; its tensors are gradients.
     """
 
-    def __init__(self, parts: Parts, *, merges: int, weight: float, fetch: Fetch | None = None) -> None:
+    def __init__(
+        self, parts: Parts, *, merges: int, weight: float, precision: Precision, fetch: Fetch | None = None
+    ) -> None:
         self.above = [tensors for _, tensors in parts[: len(parts) - merges]]
         self.merged = [tensors for _, tensors in parts[len(parts) - merges :]]
         """Those that it makes one with, from left to right."""
         self.weight = weight
+        self.precision = precision
         self._fetch = fetch
         self.sums: dict[int, Tensor] = {}
 
@@ -234,13 +308,15 @@ class Addition:
         total = add_one(*self.prepare(place, tensor))
         assert total is not None
         self.sums[place] = total
-        return total if own else tensor
+        return as_memory(total, tensor) if own else tensor
 
     def prepare(self, place: int, tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Make all additions of a place but the last; what that one is to add, if :attr:`merged` is not empty."""
-        if tensor is not None and self.weight != 1.0:
-            # A copy: gradients may share memory with others that the backward pass has not handed over yet.
-            tensor = tensor * self.weight if self.weight else torch.zeros_like(tensor)
+        if tensor is not None:
+            tensor = self.precision.cast(tensor)
+            if self.weight != 1.0:
+                # A copy: gradients may share memory with others that the backward pass has not handed over yet.
+                tensor = tensor * self.weight if self.weight else torch.zeros_like(tensor)
         for tensors in reversed(self.merged[1:]):
             tensor = add_one(self.take(tensors, place), tensor)
         return (self.take(self.merged[0], place) if self.merged else None), tensor
@@ -250,6 +326,16 @@ class Addition:
             return self._fetch.take(tensors, place)
         taken, tensors[place] = tensors[place], None
         return taken
+
+
+def as_memory(tensor: Tensor, like: Tensor) -> Tensor:
+    """A dense tensor, or its memory as one of the shape and type of ``like``, which needs no more bytes."""
+    if tensor.dtype == like.dtype:
+        return tensor
+    begin = tensor.storage_offset() * tensor.itemsize // like.itemsize
+    return torch.empty(0, dtype=like.dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), begin, tensor.shape, tensor.stride()
+    )
 
 
 def _first(part: tuple[Key, Tensors]) -> int:
@@ -272,6 +358,11 @@ def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
         return
     for tensor in there:
         tensor.mul_(factor)
+
+
+def sum_up(summation: Summation, parts: Parts) -> Tensors:
+    """The sums of parts that cover all virtual nodes, which are used up."""
+    return summation.add_up(dict(parts), add_tensors)
 
 
 def separate(tensors: Iterable[Tensor | None]) -> Tensors:
@@ -323,3 +414,10 @@ def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is not None:
         return left.add_(0.0 if right is None else right)
     return None if right is None else right + 0.0
+
+
+def add_arrived(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """The same, where both may change."""
+    if left is not None:
+        return left.add_(0.0 if right is None else right)
+    return None if right is None else right.add_(0.0)

@@ -2,152 +2,58 @@
 
 By slices, every worker sends each other one its piece of the own rows and gets theirs for the own piece; summed in the
 shape of the tree, that goes back to all. Where the optimizer is sharded, what a worker adds up is what it steps, so it
-goes to nobody but a second keeper. As a whole, every worker gets all rows of all and adds everything up itself. The own
-rows are only read, so that they are whole if the exchange is aborted.
+goes to nobody but a second keeper. As a whole, every worker gets all rows of all and adds everything up itself. Rows
+that no backward pass gets to do not travel, and are added as +0.0. The own rows are only read, so that they are whole
+if the exchange is aborted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from virtualflow.reduction.accumulation import Tensors
+from virtualflow.reduction.buckets import Bucket, BucketPart, Keys, share_bucket
 from virtualflow.reduction.ownership import Portions
 from virtualflow.reduction.schedule import Way
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import DONE, Collectives, Message, Pending
 
-# How the tensors of a reduction are cut into buckets, and where each element stands in a message.
-#
-# Pure arithmetic. A bucket is a run of tensors of one type that travel together, in the order in which a backward pass
-# finishes them. Its elements, one tensor after the other, are cut into as many equal pieces as there are workers;
-# worker r sums piece r. A worker that holds several sums (its range is no node of the tree) sends one row for each,
-# and a message to a worker holds that worker's piece of every row.
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors that travel together; sizes and offsets in elements."""
-
-    dtype: torch.dtype
-    places: tuple[int, ...]
-    offsets: tuple[int, ...]
-    total: int
-    """Of a row, without padding."""
-    piece: int
-    """What one worker sums of a row; rows are padded to as many of these as there are workers."""
-
-    def segments(self, index: int, numel: int, rows: int, row: int) -> Iterator[tuple[int, int, int]]:
-        """Where the ``index``-th tensor stands in a message of ``rows`` rows: (its first element, how many, where)."""
-        begin, end = self.offsets[index], self.offsets[index] + numel
-        if rows == 1:  # Pieces of a single row lie one behind the other.
-            yield 0, numel, begin
-            return
-        at = begin
-        while at < end:
-            piece, inside = divmod(at, self.piece)
-            stop = min(end, (piece + 1) * self.piece)
-            yield at - begin, stop - at, (piece * rows + row) * self.piece + inside
-            at = stop
-
-
-def plan_buckets(
-    templates: Sequence[Tensor], places: Sequence[int], size: int, *, alignment: int, limit: int
-) -> list[Bucket]:
-    """Cut the tensors at ``places``, in that order, into buckets.
-
-    Args:
-        places: which of them, in the order in which they will be there.
-        alignment: bytes at whose multiples pieces start.
-        limit: bytes that a bucket does not exceed, unless a single tensor does.
-    """
-    buckets: list[Bucket] = []
-    groups: dict[torch.dtype, list[int]] = {}
-    for place in places:
-        groups.setdefault(templates[place].dtype, []).append(place)
-    for dtype, members in groups.items():
-        unit = max(1, alignment // dtype.itemsize)
-        run: list[int] = []
-        total = 0
-        for place in members:
-            numel = templates[place].numel()
-            if run and (total + numel) * dtype.itemsize > limit:
-                buckets.append(_bucket(dtype, run, templates, size, unit))
-                run, total = [], 0
-            run.append(place)
-            total += numel
-        buckets.append(_bucket(dtype, run, templates, size, unit))
-    return buckets
-
-
-class BucketPart(NamedTuple):
-    """A stretch of a bucket's ``at``-th tensor, in elements of it, and who needs its sum."""
-
-    at: int
-    begin: int
-    end: int
-    keepers: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.begin
-
-
-def share_bucket(bucket: Bucket, portions: Portions, size: int) -> list[list[BucketPart]]:
-    """For each of ``size`` members what it adds up of a bucket whose sums do not come to all, in the bucket's order."""
-    shared: list[list[BucketPart]] = [[] for _ in range(size)]
-    for at, place in enumerate(bucket.places):
-        for begin, end, keepers in portions[place]:
-            shared[keepers[0]].append(BucketPart(at, begin, end, keepers))
-    return shared
-
-
-def most_delivered(bucket: Bucket, portions: Portions, size: int) -> int:
-    """Bytes of a bucket's sums that come to the member that gets most which it has not added up itself."""
-    needed = [0] * size
-    for parts in share_bucket(bucket, portions, size):
-        for part in parts:
-            for keeper in part.keepers[1:]:
-                needed[keeper] += part.numel
-    return max(needed) * bucket.dtype.itemsize
-
-
-def _bucket(dtype: torch.dtype, run: list[int], templates: Sequence[Tensor], size: int, unit: int) -> Bucket:
-    offsets, total = [], 0
-    for place in run:
-        offsets.append(total)
-        total += templates[place].numel()
-    return Bucket(dtype, tuple(run), tuple(offsets), total, -(-total // (size * unit)) * unit)
-
-
-Keys = list[list[Key]]
-"""For each rank, the tree nodes that it contributes the sums of."""
+_LINE = 64
+"""Buffers begin at a multiple of so many bytes, as torch's own memory does."""
 
 
 class Buffers:
-    """Message buffers, kept from step to step: fresh large ones cost page faults."""
+    """Message buffers, kept from step to step: fresh large ones cost page faults.
+
+    Those of a reduction lie one behind the other: where not all rows travel, it changes from step to step how much each
+    bucket takes, and hardly how much all of them do.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], Tensor] = {}
-        self._used: set[tuple[object, ...]] = set()
+        self._kept: dict[str, Tensor] = {}
+        self._used: set[str] = set()
 
-    def get(self, name: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The buffer of that name; zeros when it is new."""
-        key = (*name, dtype)
-        self._used.add(key)
-        kept = self._kept.get(key)
-        if kept is None or kept.shape != shape:
-            kept = self._kept[key] = torch.zeros(shape, dtype=dtype)
-        return kept
+    def get(self, name: str, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """The buffers ``[n]`` of the reduction of that name, each of so many elements; zeros when they are new."""
+        self._used.add(name)
+        sizes = [-(-numel * dtype.itemsize // _LINE) * _LINE for numel, dtype in wanted]
+        total = sum(sizes)
+        if name not in self._kept or not total <= self._kept[name].numel() <= 2 * total:
+            self._kept.pop(name, None)
+            self._kept[name] = torch.zeros(total, dtype=torch.uint8)
+        pieces = torch.split(self._kept[name][:total], sizes)
+        return [
+            piece[: numel * dtype.itemsize].view(dtype) for piece, (numel, dtype) in zip(pieces, wanted, strict=True)
+        ]
 
     def release_unused(self) -> None:
-        self._kept = {key: kept for key, kept in self._kept.items() if key in self._used}
+        self._kept = {name: kept for name, kept in self._kept.items() if name in self._used}
         self._used.clear()
 
     def clear(self) -> None:
@@ -161,9 +67,9 @@ class ReductionPlan:
     collectives: Collectives
     keys: Keys
     """Of which stretches each member contributes the sums."""
-    total: Callable[[dict[Key, Tensor], Tensor | None], Tensor]
-    """Adds up what all members contribute, times the factor of the step, into the second argument if that is given. The
-    first one's tensors may be reused."""
+    total: Callable[[Mapping[Key, Tensor | None]], Tensor]
+    """Adds up what all members contribute, times the factor of the step, in the memory of the first tensor that is
+    there. The others' may be reused. ``None`` counts as +0.0; not all are that."""
     templates: Sequence[Tensor]
     """One tensor per place, with its shape and device."""
     results: Sequence[Tensor]
@@ -178,7 +84,7 @@ class BucketExchange(ABC):
     """The exchange of one bucket, as its worker sees it."""
 
     flat: Tensor
-    """The own rows, where they set out from."""
+    """The own rows that travel, where they set out from."""
     in_order = True
     """Whether a single row stands in it as its tensors do, one behind the other."""
 
@@ -186,11 +92,26 @@ class BucketExchange(ABC):
         self._plan, self._bucket = plan, plan.buckets[index]
         self._collectives = plan.collectives
         self._peers = [peer for peer in range(plan.collectives.size) if peer != plan.collectives.rank]
-        self._rows = len(plan.keys[plan.collectives.rank])
+        self._counts = self._bucket.counts
+        self.rows = self._counts[plan.collectives.rank]
+        """How many of the own rows travel."""
+        self._numbers = {row: number for number, row in enumerate(self._bucket.rows[plan.collectives.rank])}
+
+    @property
+    @abstractmethod
+    def room(self) -> list[int]:
+        """Elements of each buffer that it needs."""
+
+    @abstractmethod
+    def place(self, buffers: Sequence[Tensor]) -> None:
+        """These are its buffers, the first of them :attr:`flat`."""
 
     @abstractmethod
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        """Where the ``at``-th tensor of the bucket is to be written: (its first element, stretch of ``flat``)."""
+        """Where the ``at``-th tensor of the bucket is to be written: (its first element, stretch of ``flat``).
+
+        Nowhere if the row does not travel.
+        """
 
     @abstractmethod
     def set_out(self) -> Pending:
@@ -203,6 +124,28 @@ class BucketExchange(ABC):
     @abstractmethod
     def sums(self) -> list[tuple[int, Tensor]]:
         """All is back: the sums that this worker needs, by place, views of a buffer."""
+
+    def carries(self, row: int) -> bool:
+        """Whether a row travels; of one that does not there is nothing."""
+        return row in self._numbers
+
+    def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
+        """Receive from others and send to them; what this worker would send to itself, or is empty, stays."""
+        messages = [
+            Message(peer, stretch, incoming=stretches is incoming)
+            for stretches in (incoming, outgoing)
+            for peer, stretch in stretches.items()
+            if stretch.numel() and peer != self._collectives.rank
+        ]
+        return self._collectives.start_messages(messages) if messages else DONE
+
+    def _total(self, arrived: Sequence[Tensor]) -> Tensor:
+        """Add up each member's rows, which lie one behind the other; the sum is where the first of all was."""
+        rows: dict[Key, Tensor | None] = {node: None for nodes in self._plan.keys for node in nodes}
+        for nodes, numbers, of_member in zip(self._plan.keys, self._bucket.rows, arrived, strict=True):
+            if numbers:
+                rows.update(zip([nodes[number] for number in numbers], of_member.view(len(numbers), -1), strict=True))
+        return self._plan.total(rows)
 
     def _numel(self, at: int) -> int:
         return self._plan.templates[self._bucket.places[at]].numel()
@@ -234,93 +177,97 @@ class BucketExchange(ABC):
 class WholeExchange(BucketExchange):
     """All rows of all workers, to all."""
 
-    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> None:
-        super().__init__(plan, index)
-        most, bucket = max(len(nodes) for nodes in plan.keys), self._bucket
-        # Blocks are equal: who has fewer rows than others sends some that nobody reads.
-        self.flat = buffers.get((name, "rows", index), (most, bucket.total), bucket.dtype)
-        self._gathered = buffers.get(
-            (name, "gathered", index), (plan.collectives.size, most, bucket.total), bucket.dtype
-        )
-        self._total: Tensor | None = None
+    @property
+    def room(self) -> list[int]:
+        return [self.rows * self._bucket.total, sum(self._counts) * self._bucket.total]
+
+    def place(self, buffers: Sequence[Tensor]) -> None:
+        self.flat, gathered = buffers
+        lengths = [count * self._bucket.total for count in self._counts]
+        self._gathered = torch.split(gathered, lengths)
+        self._sum: Tensor | None = None
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        begin = self._bucket.offsets[at]
-        return [(0, self.flat[row, begin : begin + self._numel(at)])]
+        if not self.carries(row):
+            return []
+        begin = self._numbers[row] * self._bucket.total + self._bucket.offsets[at]
+        return [(0, self.flat[begin : begin + self._numel(at)])]
 
     def set_out(self) -> Pending:
-        return self._collectives.start_all_gather(as_raw(self._gathered), as_raw(self.flat))
+        return self._exchange(dict(enumerate(self._gathered)), dict.fromkeys(self._peers, self.flat))
 
     def add_and_return(self) -> Pending:
-        arrived = {
-            node: self._gathered[rank, at]
-            for rank, nodes in enumerate(self._plan.keys)
-            for at, node in enumerate(nodes)
-        }
-        self._total = self._plan.total(arrived, None)
+        self._gathered[self._collectives.rank].copy_(self.flat)
+        self._sum = self._total(self._gathered)
         return DONE
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        assert self._total is not None
-        return self._sums_of_all(self._total)
+        assert self._sum is not None
+        return self._sums_of_all(self._sum)
 
 
 class SlicedExchange(BucketExchange):
     """A slice of all rows to each worker, and the sums of the slices back to all."""
 
-    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> None:
+    def __init__(self, plan: ReductionPlan, index: int) -> None:
         super().__init__(plan, index)
-        size, bucket = plan.collectives.size, self._bucket
-        self._counts = [len(nodes) for nodes in plan.keys]
-        self.flat = buffers.get((name, "flat", index), (self._rows * size * bucket.piece,), bucket.dtype)
-        self._incoming = buffers.get(
-            (name, "incoming", index), (max(sum(self._counts), size), bucket.piece), bucket.dtype
-        )
+        rank, of_members = self._collectives.rank, enumerate(zip(plan.keys, self._bucket.rows, strict=True))
+        self._piece = self._bucket.pieces[rank]
+        _, first = min((nodes[rows[0]], member) for member, (nodes, rows) in of_members if rows)
+        # The sum takes the place of the first row: there it is among the others' sums.
+        lengths = [count * self._piece for count in self._counts]
+        self._begins, self._end = place_rows(lengths, first, self._bucket.edges[rank])
+
+    @property
+    def room(self) -> list[int]:
+        return [self.rows * self._bucket.edges[-1], max(self._bucket.edges[-1], self._end)]
+
+    def place(self, buffers: Sequence[Tensor]) -> None:
+        self.flat, self._incoming = buffers
         """All members' rows of the own piece; then the sums come to the front of them, piece by piece."""
+        edges = self._bucket.edges
+        self._leaving = [self.flat[self.rows * begin : self.rows * end] for begin, end in pairwise(edges)]
+        """What each member gets of this worker's rows."""
+        self._rows = [
+            self._incoming[begin : begin + count * self._piece]
+            for begin, count in zip(self._begins, self._counts, strict=True)
+        ]
+        """All members' rows of the own piece."""
+        self._sums = [self._incoming[begin:end] for begin, end in pairwise(edges)]
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
-        found = self._bucket.segments(at, self._numel(at), self._rows, row)
+        if not self.carries(row):
+            return []
+        found = self._bucket.segments(at, self._numel(at), self.rows, self._numbers[row])
         return [(first, self.flat[where : where + count]) for first, count, where in found]
 
     def set_out(self) -> Pending:
-        pieces, incoming = self._pieces(), self._incoming_rows()
-        return self._exchange(
-            {peer: incoming[peer] for peer in self._peers}, {peer: pieces[peer] for peer in self._peers}
-        )
+        return self._exchange(dict(enumerate(self._rows)), dict(enumerate(self._leaving)))
 
     def add_and_return(self) -> Pending:
-        rank, sums = self._collectives.rank, self._incoming
-        self._add(sums[rank])
-        return self._exchange({peer: sums[peer] for peer in self._peers}, dict.fromkeys(self._peers, sums[rank]))
+        rank = self._collectives.rank
+        self._rows[rank].copy_(self._leaving[rank])
+        self._total(self._rows)
+        return self._exchange(dict(enumerate(self._sums)), dict.fromkeys(self._peers, self._sums[rank]))
 
     def sums(self) -> list[tuple[int, Tensor]]:
-        return self._sums_of_all(self._incoming.view(-1))
+        return self._sums_of_all(self._incoming)
 
-    def _add(self, out: Tensor | None) -> Tensor:
-        rank, rows = self._collectives.rank, self._incoming_rows()
-        rows[rank].copy_(self._pieces()[rank])
-        arrived = {
-            node: row
-            for nodes, of_member in zip(self._plan.keys, rows, strict=True)
-            for node, row in zip(nodes, of_member, strict=True)
-        }
-        return self._plan.total(arrived, out)
 
-    def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
-        return self._collectives.start_messages(
-            [
-                *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items() if stretch.numel()),
-                *(Message(peer, stretch, incoming=False) for peer, stretch in outgoing.items() if stretch.numel()),
-            ]
-        )
+def place_rows(lengths: Sequence[int], first: int, begin: int) -> tuple[list[int], int]:
+    """Where stretches of these lengths lie in a buffer, one of them at a given place; and where the last one ends.
 
-    def _pieces(self) -> Tensor:
-        """The bucket's message, ``[size, rows, piece]``: what each member gets of this worker's rows."""
-        return self.flat.view(self._collectives.size, self._rows, self._bucket.piece)
-
-    def _incoming_rows(self) -> list[Tensor]:
-        """All members' rows of the own piece, ``[rows, piece]`` each."""
-        return list(torch.split(self._incoming[: sum(self._counts)], self._counts))
+    The others lie in front of it as far as they fit there, and behind it.
+    """
+    begins, front, end = [0] * len(lengths), 0, begin + lengths[first]
+    for number, length in enumerate(lengths):
+        if number == first:
+            begins[number] = begin
+        elif front + length <= begin:
+            begins[number], front = front, front + length
+        else:
+            begins[number], end = end, end + length
+    return begins, end
 
 
 class SharedExchange(BucketExchange):
@@ -328,17 +275,11 @@ class SharedExchange(BucketExchange):
 
     in_order = False
 
-    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str, portions: Portions) -> None:
+    def __init__(self, plan: ReductionPlan, index: int, portions: Portions) -> None:
         super().__init__(plan, index)
-        size, rank, dtype = plan.collectives.size, plan.collectives.rank, self._bucket.dtype
+        size, rank = plan.collectives.size, plan.collectives.rank
         self._parts = share_bucket(self._bucket, portions, size)
-        lengths = self._lengths = [sum(part.numel for part in parts) for parts in self._parts]
-        self._counts = [len(nodes) for nodes in plan.keys]
-        starts = [0, *accumulate(self._rows * length for length in lengths)]
-        self.flat = buffers.get((name, "flat", index), (starts[-1],), dtype)
-        self._leaving = [self.flat[begin:end] for begin, end in pairwise(starts)]
-        """What each member gets of the own rows, one behind the other."""
-        self._incoming = buffers.get((name, "incoming", index), (sum(self._counts) * lengths[rank],), dtype)
+        self._lengths = [sum(part.numel for part in parts) for parts in self._parts]
         self._places: list[list[tuple[int, int, int, int]]] = [[] for _ in self._bucket.places]
         """Of each tensor the stretches: (first element, how many, by whom it is added up, where in its message)."""
         for member, parts in enumerate(self._parts):
@@ -348,43 +289,54 @@ class SharedExchange(BucketExchange):
             stretches.sort()
         self._needed = [[part for part in parts if rank in part.keepers] for parts in self._parts]
         """What this worker needs of what each adds up."""
-        self._sums = [
-            buffers.get((name, "sums", index, member), (sum(part.numel for part in needed),), dtype)
-            if member != rank
-            else self._incoming[:0]
-            for member, needed in enumerate(self._needed)
-        ]
         sizes: dict[int, dict[int, int]] = {}
         for member, needed in enumerate(self._needed):
             for part in needed:
                 of = sizes.setdefault(part.at, {})
                 of[member] = of.get(member, 0) + part.numel
-        joined = {at: sum(of.values()) for at, of in sizes.items() if len(of) > 1}
-        memory = buffers.get((name, "joined", index), (sum(joined.values()),), dtype)
-        self._joined = dict(zip(joined, torch.split(memory, list(joined.values())), strict=True))
+        self._pieced = {at: sum(of.values()) for at, of in sizes.items() if len(of) > 1}
+        """The tensors whose sums come from several, and how much of each."""
+
+    @property
+    def room(self) -> list[int]:
+        rank = self._collectives.rank
+        sums = [sum(part.numel for part in needed) for needed in self._needed]
+        sums[rank] = 0  # it is where its first row was
+        return [
+            self.rows * sum(self._lengths),
+            sum(self._counts) * self._lengths[rank],
+            sum(self._pieced.values()),
+            *sums,
+        ]
+
+    def place(self, buffers: Sequence[Tensor]) -> None:
+        self.flat, incoming, pieced, *self._sums = buffers
+        self._leaving = torch.split(self.flat, [self.rows * length for length in self._lengths])
+        """What each member gets of the own rows, one behind the other."""
+        length = self._lengths[self._collectives.rank]
+        self._rows = torch.split(incoming, [count * length for count in self._counts])
+        """All members' rows of what is added up here."""
+        self._joined = dict(zip(self._pieced, torch.split(pieced, list(self._pieced.values())), strict=True))
         """Where the sums of a tensor are put together that come from several."""
 
     def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
+        if not self.carries(row):
+            return []
+        number = self._numbers[row]
         return [
-            (first, self._leaving[member][row * self._lengths[member] + offset :][:count])
+            (first, self._leaving[member][number * self._lengths[member] + offset :][:count])
             for first, count, member, offset in self._places[at]
         ]
 
     def set_out(self) -> Pending:
-        rows = self._incoming_rows()
-        return self._exchange(dict(enumerate(rows)), dict(enumerate(self._leaving)))
+        return self._exchange(dict(enumerate(self._rows)), dict(enumerate(self._leaving)))
 
     def add_and_return(self) -> Pending:
-        rank, rows = self._collectives.rank, self._incoming_rows()
-        own = self._sums[rank] = self._incoming[:0]
-        if self._lengths[rank]:
-            rows[rank].copy_(self._leaving[rank])
-            arrived = {
-                node: row
-                for nodes, of_member in zip(self._plan.keys, rows, strict=True)
-                for node, row in zip(nodes, of_member.view(len(nodes), self._lengths[rank]), strict=True)
-            }
-            own = self._sums[rank] = self._plan.total(arrived, None)
+        rank = self._collectives.rank
+        length, own = self._lengths[rank], self._sums[rank]
+        if length:
+            self._rows[rank].copy_(self._leaving[rank])
+            own = self._sums[rank] = self._total(self._rows)
         parts = list(zip(self._parts[rank], torch.split(own, [part.numel for part in self._parts[rank]]), strict=True))
         leaving = {peer: [piece for part, piece in parts if peer in part.keepers] for peer in self._peers}
         joined = {
@@ -406,20 +358,6 @@ class SharedExchange(BucketExchange):
             whole[at] = pieces[0][1] if len(pieces) == 1 else torch.cat(_in_order(pieces), out=self._joined[at])
         return self._shaped(whole)
 
-    def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
-        messages = [
-            Message(peer, stretch, incoming=stretches is incoming)
-            for stretches in (incoming, outgoing)
-            for peer, stretch in stretches.items()
-            if stretch.numel() and peer != self._collectives.rank
-        ]
-        return self._collectives.start_messages(messages)
-
-    def _incoming_rows(self) -> list[Tensor]:
-        """All members' rows of what is added up here, one behind the other for each member."""
-        length = self._lengths[self._collectives.rank]
-        return list(torch.split(self._incoming, [count * length for count in self._counts]))
-
 
 def _at(part: BucketPart) -> int:
     return part.at
@@ -435,12 +373,22 @@ def _in_order(pieces: Sequence[tuple[list[BucketPart], Tensor]]) -> list[Tensor]
     return [found[begin] for begin in sorted(found)]
 
 
-def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
+def open_exchanges(plan: ReductionPlan, buffers: Buffers, name: str) -> list[BucketExchange]:
+    exchanges = [_open(plan, index) for index in range(len(plan.buckets))]
+    dtypes = [bucket.dtype for bucket in plan.buckets]
+    wanted = [(numel, dtype) for each, dtype in zip(exchanges, dtypes, strict=True) for numel in each.room]
+    memory = iter(buffers.get(name, wanted))
+    for each in exchanges:
+        each.place([next(memory) for _ in each.room])
+    return exchanges
+
+
+def _open(plan: ReductionPlan, index: int) -> BucketExchange:
     if plan.ways[index] is Way.WHOLE:
-        return WholeExchange(plan, index, buffers, name)
+        return WholeExchange(plan, index)
     if plan.portions is not None:
-        return SharedExchange(plan, index, buffers, name, plan.portions)
-    return SlicedExchange(plan, index, buffers, name)
+        return SharedExchange(plan, index, plan.portions)
+    return SlicedExchange(plan, index)
 
 
 def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:

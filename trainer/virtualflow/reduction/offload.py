@@ -1,15 +1,21 @@
-"""Host memory beside a device: sums wait there, and it may be where an optimizer steps.
+"""Memory beside a device: sums wait there, and it may be where an optimizer steps.
 
 Up to log2(V) sums of a worker wait at a time, and the sum of 2^k virtual nodes is touched once in as many. So the
-widest are moved out, and come back place by place as their additions need them, a bounded number of bytes ahead: an
-accelerator holds a constant number of them.
+widest are moved out, and come back place by place as their additions need them, a bounded number of bytes ahead: a
+device holds a constant number of them. Beside an accelerator they wait in host memory, beside a CPU in files, if the
+user names a directory for them.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
+import tempfile
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,6 +23,8 @@ from torch import Tensor
 
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.reduction.tree import Key
+
+logger = logging.getLogger("virtualflow.worker")
 
 Sum = list[Tensor | None]
 """A sum, as ``accumulation.Tensors``: one tensor for each place."""
@@ -93,7 +101,11 @@ def plan_offload(device: torch.device, size: int, settings: ReductionSettings) -
     Args:
         size: bytes of one sum. Small ones stay: to move them takes the host longer than the device computes meanwhile.
     """
-    memory = host_memory(device) if size >= settings.offload_from else None
+    if size < settings.offload_from:
+        return None
+    memory = host_memory(device)
+    if memory is None and settings.scratch is not None:
+        memory = FileMemory(settings.scratch)
     return None if memory is None else Offload(memory, settings.sums_on_device, settings.fetch_ahead)
 
 
@@ -157,6 +169,49 @@ class PlainMemory:
 
     def bring(self, tensor: Tensor) -> Coming:
         return _There(tensor.to(self._device))
+
+    def write(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def finish(self) -> None:
+        """Everything is there."""
+
+
+class FileMemory:
+    """Files that are mapped into memory, for a CPU: the kernel writes them out and drops them when memory is scarce.
+
+    They have no names, so nothing stays behind, however the process ends.
+
+    Args:
+        directory: on a disk, not in memory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def store(self, tensor: Tensor) -> Tensor:
+        """See :class:`HostMemory`; where there is no room left, a tensor stays where it is."""
+        if not tensor.nbytes:
+            return tensor
+        try:
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # else a full disk would be a signal, SIGBUS
+                mapped = mmap.mmap(file.fileno(), tensor.nbytes)
+        except OSError as error:
+            logger.warning(
+                "a sum of gradients stays in memory, since %s cannot take it (%s); free some space there, or let "
+                "vf.Memory(scratch=...) name another directory",
+                self._directory,
+                error.strerror,
+            )
+            return tensor
+        there = torch.frombuffer(mapped, dtype=tensor.dtype)
+        dense = tensor.untyped_storage().nbytes() == tensor.nbytes
+        there = there.as_strided(tensor.shape, tensor.stride()) if dense else there.view(tensor.shape)
+        return there.copy_(tensor)
+
+    def bring(self, tensor: Tensor) -> Coming:
+        return _There(tensor.clone())
 
     def write(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)

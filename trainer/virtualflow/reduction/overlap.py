@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from virtualflow.reduction.accumulation import Accumulator, Addition, multiply
+from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.handover import UNWATCHED, Handover
 from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer
@@ -56,10 +57,21 @@ class AttemptSpoiled(Exception):
 
 
 class Overlap:
-    """What one worker does with gradients before a backward pass has ended."""
+    """What one worker does with gradients before a backward pass has ended.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], reducer: Reducer, settings: ReductionSettings) -> None:
+    Args:
+        templates: of the sums of each parameter's gradients, as :meth:`Reducer.reduce` gets them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        templates: Sequence[Tensor],
+        reducer: Reducer,
+        settings: ReductionSettings,
+    ) -> None:
         self._parameters = parameters
+        self._templates = templates
         self._reducer = reducer
         size = sum(p.numel() * p.itemsize for p in parameters)
         self.one_by_one = size >= settings.one_by_one * len(parameters) and len({p.device for p in parameters}) == 1
@@ -151,12 +163,14 @@ class Overlap:
         weight: float,
         scale: float | None,
         plain: bool = False,
+        reach: Reach | None = None,
     ) -> None:
         """The same for the last virtual node of this worker's range, with which the reduction may begin.
 
         Args:
             scale: the factor of the sum over all; ``None``: not known before the headers.
             plain: whether they are to be seen in ``.grad``.
+            reach: see :meth:`Reducer.reduce`.
         """
         if self._expected:
             self.early = self._reducer.begin(
@@ -166,13 +180,14 @@ class Overlap:
                 last=last,
                 count=count,
                 weight=weight,
-                templates=self._parameters,
+                templates=self._templates,
                 places=self._expected,
                 scale=scale,
+                reach=reach,
             )
         if self.early is None:
             # Others need to know of gradients that could set out early in a step to come.
-            told = self.one_by_one and self._reducer.overlaps(collectives, holdings, self._parameters)
+            told = self.one_by_one and self._reducer.overlaps(collectives, holdings, self._templates, reach)
             self.watch(accumulator, last, count=count, weight=weight, plain=plain, told=told)
             return
         self.running, self._deferred = True, scale is None

@@ -204,6 +204,25 @@ def _nearest_cut(wanted: int, numel: int, unit: int) -> int:
     return max(1, above) if above == numel else above
 
 
+def holders(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Whose shares each member holds for its group, so that each group has all among its members.
+
+    A member holds its own share, and those of the members of other groups that have the same place in these.
+
+    Args:
+        groups: members that hold shares for one another, each member in one group.
+
+    Returns:
+        For each member those whose shares it holds, ascending.
+    """
+    place_of = {rank: place for group in groups for place, rank in enumerate(group)}
+    held: list[tuple[int, ...]] = [()] * len(place_of)
+    for group in groups:
+        for place, rank in enumerate(group):
+            held[rank] = tuple(other for other in sorted(place_of) if place_of[other] % len(group) == place)
+    return held
+
+
 @dataclass(frozen=True)
 class Move:
     """One member passes what stands in a stretch of the row on to another."""

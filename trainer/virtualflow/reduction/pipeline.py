@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, Damaged
-from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, multiply, separate
-from virtualflow.reduction.bucket_exchange import Bucket, Buffers, ReductionPlan, flatten, open_exchange, unflatten
+from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, as_memory, multiply, separate
+from virtualflow.reduction.bucket_exchange import Buffers, ReductionPlan, flatten, open_exchanges, unflatten
+from virtualflow.reduction.buckets import Bucket
 from virtualflow.reduction.traffic import ExchangeLog
 from virtualflow.transport import DONE, Pending
 
@@ -45,7 +46,7 @@ class Pipeline:
         self.on_host = [all(templates[place].device.type == "cpu" for place in bucket.places) for bucket in buckets]
         """Whether a bucket's tensors are on the CPU, so that they may be written one by one."""
         self.rows = len(plan.keys[collectives.rank])
-        self._exchanges = [open_exchange(plan, index, buffers, name) for index in range(len(buckets))]
+        self._exchanges = open_exchanges(plan, buffers, name)
         self._submitted: SimpleQueue[int | None] = SimpleQueue()
         self._header: Tensor | None = None
         self._headers: Future[Tensor] = Future()
@@ -68,10 +69,12 @@ class Pipeline:
                 stretch.copy_(values[first : first + stretch.numel()])
 
     def write_row(self, index: int, row: int, tensors: Tensors) -> None:
-        bucket = self._buckets[index]
+        bucket, exchange = self._buckets[index], self._exchanges[index]
+        if not exchange.carries(row):
+            return
         templates = [self._templates[place] for place in bucket.places]
-        if self.rows == 1 and self._exchanges[index].in_order:
-            flatten(self._exchanges[index].flat.view(-1)[: bucket.total], tensors, templates)
+        if exchange.rows == 1 and exchange.in_order:
+            flatten(exchange.flat[: bucket.total], tensors, templates)
             return
         if not self.on_host[index]:
             joined = torch.empty(bucket.total, dtype=bucket.dtype)
@@ -82,9 +85,11 @@ class Pipeline:
 
     def read_row(self, index: int, row: int) -> Tensors:
         """All tensors of a row as they were written, on their devices; they may be views of the message."""
-        bucket, flat = self._buckets[index], self._exchanges[index].flat.view(-1)
-        templates = [self._templates[place] for place in bucket.places]
-        if self.rows > 1 or not self._exchanges[index].in_order:
+        exchange, places = self._exchanges[index], self._buckets[index].places
+        if not exchange.carries(row):
+            return [None] * len(places)
+        templates, flat = [self._templates[place] for place in places], exchange.flat
+        if exchange.rows > 1 or not exchange.in_order:
             stretches = [stretch for at in range(len(templates)) for _, stretch in self.segments(index, at, row)]
             flat = torch.cat(stretches) if stretches else flat[:0]
         return list(unflatten(flat, templates))
@@ -236,7 +241,7 @@ class Early:
         """
         kept = self._give(place, tensor, own=own)
         self._submit_full()
-        return kept if own and kept is not None else tensor
+        return as_memory(kept, tensor) if own and kept is not None else tensor
 
     def _give(self, place: int, tensor: Tensor | None, *, own: bool) -> Tensor | None:
         """Add up and write a place; memory of its shape that nobody else is going to read, if there is some."""
@@ -274,7 +279,7 @@ class Early:
     def _give_bucket(self, index: int, last: Tensors) -> None:
         """As :meth:`give` for every place of a bucket: a few calls for all of them."""
         places, addition = self._buckets[index].places, self._addition
-        multiply(last, addition.weight)
+        multiply(addition.precision.cast_all(last), addition.weight)
         for row, tensors in enumerate(addition.above):
             self.pipeline.write_row(index, row, _take(tensors, places))
         for tensors in reversed(addition.merged):

@@ -23,14 +23,31 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import Accumulator, Parts, Summation, Tensors, add_tensors, multiply
-from virtualflow.reduction.bucket_exchange import Bucket, Buffers, Keys, ReductionPlan, most_delivered, plan_buckets
+from virtualflow.reduction.accumulation import (
+    Accumulator,
+    Parts,
+    Summation,
+    Tensors,
+    add_arrived,
+    multiply,
+    sum_up,
+)
+from virtualflow.reduction.bucket_exchange import Buffers, ReductionPlan
+from virtualflow.reduction.buckets import (
+    Bucket,
+    Keys,
+    Reach,
+    divide_sums,
+    most_delivered,
+    plan_buckets,
+    rows_of,
+)
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.pipeline import Early, Pipeline
 from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
 from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
-from virtualflow.reduction.traffic import ExchangeLog, Passage
+from virtualflow.reduction.traffic import ExchangeLog, Passage, planned_bytes
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
 
@@ -74,6 +91,10 @@ class Scheduled:
     portions: Portions | None
     """For each place who needs what of its sum; ``None``: all need all."""
 
+    def moved(self, rank: int) -> tuple[int, int]:
+        """Bytes that a worker sends and receives for it."""
+        return planned_bytes(self.bucket, self.choice.way, self.portions, rank)
+
 
 class Reducer:
     """Reduces between workers; keeps its buffers from step to step, since fresh large ones cost page faults.
@@ -104,11 +125,18 @@ class Reducer:
         self._begun: tuple[list[Scheduled], list[ExchangeLog]] = [], []
         self.schedule: list[Scheduled] = []
         """How the buckets of the last complete reduction have travelled."""
+        self._templates: Sequence[Tensor] = ()
         self._logs: list[ExchangeLog] = []
 
     def passages(self) -> list[Passage]:
         """What was measured of each bucket of the last complete reduction, in the order of :attr:`schedule`."""
         return [passage for log in self._logs for passage in log.passages()]
+
+    def schedule_if_whole(self) -> list[Scheduled]:
+        """How the same would have travelled if no backward pass had ended early."""
+        _, keys = self._holdings
+        places = [place for one in self.schedule for place in one.bucket.places]
+        return self._schedule(keys, self._templates, places, None, final=False)
 
     def close(self) -> None:
         self._leave_thread(self._settings.close_wait)
@@ -185,6 +213,7 @@ class Reducer:
         templates: Sequence[Tensor],
         present: Sequence[bool],
         scale: float,
+        reach: Reach | None = None,
     ) -> Tensors:
         """Sum over all virtual nodes, times ``scale``, on every worker that needs it (see :meth:`share`).
 
@@ -195,6 +224,8 @@ class Reducer:
             present: which places any virtual node of the job contributed to; the others come back as ``None``,
                 as do those of whose sums this worker needs nothing (see :meth:`share`).
             scale: the factor of the sum, the same on every worker.
+            reach: which virtual nodes may contribute to the first places: what others have there does not travel, and
+                counts as +0.0. The same on every worker; ``None``: all may contribute to all.
 
         Returns:
             One contiguous tensor per present place, views of buffers that the next call overwrites. What comes to host
@@ -203,7 +234,7 @@ class Reducer:
         result: Tensors = [None] * len(templates)
         places = tuple(place for place, there in enumerate(present) if there)
         if collectives.size == 1:
-            total = self._summation.add_up(dict(parts), add_tensors)
+            total = sum_up(self._summation, parts)
             # What is present was contributed by this worker: there is no other.
             found = [tensor.contiguous() for tensor in (total[place] for place in places) if tensor is not None]
             multiply(found, scale)
@@ -212,9 +243,9 @@ class Reducer:
                 lands = landing is not None and place < landing.places
                 result[place] = landing.memory.store(tensor) if landing is not None and lands else tensor
             return result
-        scheduled = self._scheduled(holdings, templates, places[::-1], final=False) if places else []
+        scheduled = self._scheduled(holdings, templates, places[::-1], reach, final=False) if places else []
         (begun, self._logs), self._begun = self._begun, ([], [])
-        self.schedule = [*begun, *scheduled]
+        self.schedule, self._templates = [*begun, *scheduled], templates
         if scheduled:
             plan = self._plan(collectives, holdings, templates, scheduled, scale)
             pipeline = Pipeline(plan, self._buffers, "late", beside=False)
@@ -251,6 +282,7 @@ class Reducer:
         templates: Sequence[Tensor],
         places: Sequence[int],
         scale: float | None,
+        reach: Reach | None = None,
     ) -> Early | None:
         """Begin to reduce before the last virtual node's tensors are there; ``None`` if that is not worth it.
 
@@ -259,8 +291,9 @@ class Reducer:
         Args:
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
+            reach: see :meth:`reduce`.
         """
-        begun = self._overlapped(collectives, holdings, templates, places)
+        begun = self._overlapped(collectives, holdings, templates, places, reach)
         if not begun:
             return None
         plan = self._plan(collectives, holdings, templates, begun, 1.0 if scale is None else scale)
@@ -272,9 +305,13 @@ class Reducer:
         return early
 
     def overlaps(
-        self, collectives: Collectives, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        templates: Sequence[Tensor],
+        reach: Reach | None = None,
     ) -> bool:
-        return bool(self._overlapped(collectives, holdings, templates, range(len(templates))[::-1]))
+        return bool(self._overlapped(collectives, holdings, templates, range(len(templates))[::-1], reach))
 
     def _overlapped(
         self,
@@ -282,10 +319,11 @@ class Reducer:
         holdings: Sequence[Sequence[int]],
         templates: Sequence[Tensor],
         places: Sequence[int],
+        reach: Reach | None,
     ) -> list[Scheduled]:
         if collectives.size == 1 or not places:
             return []
-        return [one for one in self._scheduled(holdings, templates, places, final=True) if one.choice.overlapped]
+        return [one for one in self._scheduled(holdings, templates, places, reach, final=True) if one.choice.overlapped]
 
     def _thread(self) -> Exchanger:
         if self._exchanger is None:
@@ -295,30 +333,47 @@ class Reducer:
     # --- what travels how ---------------------------------------------------------------------------------------------
 
     def _scheduled(
-        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], *, final: bool
+        self,
+        holdings: Sequence[Sequence[int]],
+        templates: Sequence[Tensor],
+        places: Sequence[int],
+        reach: Reach | None,
+        *,
+        final: bool,
     ) -> list[Scheduled]:
-        rows = tuple(len(nodes) for nodes in self._keys(holdings))
+        keys = self._keys(holdings)
         sizes = tuple((templates[place].numel(), templates[place].dtype) for place in places)
+        rows = tuple(map(len, keys)) if reach is None else (reach, *map(tuple, keys))
         key = (tuple(places), sizes, rows, final)
         found = self._schedules.pop(key, None)
         if found is None:
-            settings, limit = self._settings, self.terms.exchange.bucket_bytes or self._settings.bucket
-            buckets = plan_buckets(templates, places, len(rows), alignment=settings.alignment, limit=limit)
-            portions = self._portions(templates, len(rows))
-            shapes = [
-                Shape(
-                    bucket.total * bucket.dtype.itemsize,
-                    rows,
-                    None if portions is None else most_delivered(bucket, portions, len(rows)),
-                )
-                for bucket in buckets
-            ]
-            choices = self._choose(shapes, final, self.terms, settings)
-            found = [Scheduled(*each, portions) for each in zip(buckets, shapes, choices, strict=True)]
+            found = self._schedule(keys, templates, places, reach, final=final)
             if len(self._schedules) >= _SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
         self._schedules[key] = found  # what was used last stands last
         return found
+
+    def _schedule(
+        self, keys: Keys, templates: Sequence[Tensor], places: Sequence[int], reach: Reach | None, *, final: bool
+    ) -> list[Scheduled]:
+        settings, size = self._settings, len(keys)
+        limit = self.terms.exchange.bucket_bytes or settings.bucket
+        rows, portions = rows_of(keys, reach, len(templates)), self._portions(templates, size)
+        contributed = [place for place in places if any(rows[place])]
+        buckets = plan_buckets(templates, contributed, rows, alignment=settings.alignment, limit=limit)
+        if reach is not None and portions is None:
+            buckets = divide_sums(buckets, list(map(len, keys)), settings.alignment)
+        shapes = [
+            Shape(
+                bucket.total * bucket.dtype.itemsize,
+                bucket.counts,
+                None if portions is None else most_delivered(bucket, portions, size),
+                () if reach is None else tuple(piece * bucket.dtype.itemsize for piece in bucket.pieces),
+            )
+            for bucket in buckets
+        ]
+        choices = self._choose(shapes, final, self.terms, settings)
+        return [Scheduled(*each, portions) for each in zip(buckets, shapes, choices, strict=True)]
 
     def _plan(
         self,
@@ -328,11 +383,10 @@ class Reducer:
         scheduled: Sequence[Scheduled],
         scale: float,
     ) -> ReductionPlan:
-        def total(arrived: dict[Key, Tensor], out: Tensor | None) -> Tensor:
-            whole = self._summation.add_up(arrived, Tensor.add_)
-            if scale != 1.0:
-                return torch.mul(whole, scale, out=whole if out is None else out)
-            return whole if out is None else out.copy_(whole)
+        def total(arrived: Mapping[Key, Tensor | None]) -> Tensor:
+            whole = self._summation.add_up(arrived, add_arrived)
+            assert whole is not None
+            return whole if scale == 1.0 else whole.mul_(scale)
 
         return ReductionPlan(
             collectives,

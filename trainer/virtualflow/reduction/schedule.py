@@ -43,8 +43,11 @@ class Shape:
     size: int
     """Bytes of one sum of the whole bucket."""
     rows: tuple[int, ...]
+    """Of how many sums each worker contributes."""
     delivered: int | None = None
     """Bytes of the sums that come to whoever gets most of them from others, where they do not come to all."""
+    pieces: tuple[int, ...] = ()
+    """Bytes of one sum that each worker adds up; empty: all about as many."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def choose_ways(shapes: Sequence[Shape], final: bool, terms: Terms, settings: Re
 def _choose_way(shape: Shape, terms: Terms, settings: ReductionSettings) -> Choice:
     seconds = {way: predict(way, shape, terms.network) for way in Way}
     wanted = terms.exchange.algorithm
-    gathered = max(shape.rows) * len(shape.rows) * shape.size
+    gathered = sum(shape.rows) * shape.size
     if wanted == "auto" and gathered > settings.most_gathered:
         best = Way.SLICES
         reason = f"gathered, the sums of all workers would take {gathered / 2**20:.0f} MiB of memory at each of them"
@@ -159,9 +162,12 @@ def predict(way: Way, shape: Shape, network: Network) -> float:
     """Seconds until the sums are where the update needs them; what follows is the same on all ways."""
     workers, size, rows = len(shape.rows), shape.size, sum(shape.rows)
     if way is Way.WHOLE:
-        sent = network.byte * max(shape.rows) * size * (workers - 1)
-        return network.latency + sent + network.add_byte * size * rows
-    slice_ = size / workers
-    busiest = max(max(own * (size - slice_), (rows - own) * slice_) for own in shape.rows)
-    back = size - slice_ if shape.delivered is None else shape.delivered
-    return (1 + bool(back)) * network.latency + network.byte * (busiest + back) + network.add_byte * slice_ * rows
+        gathered = size * max(max(own * (workers - 1), rows - own) for own in shape.rows)
+        return network.latency + network.byte * gathered + network.add_byte * size * rows
+    pieces = shape.pieces or (size / workers,) * workers
+    of_workers = list(zip(shape.rows, pieces, strict=True))
+    out = max(max(own * (size - piece), (rows - own) * piece) for own, piece in of_workers)
+    spread = max(max((workers - 1) * piece, size - piece) for piece in pieces)
+    back = spread if shape.delivered is None else shape.delivered
+    messages = (bool(out) + bool(back)) * network.latency + network.byte * (out + back)
+    return messages + network.add_byte * max(pieces) * rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from virtualflow._arguments import checked_class
@@ -117,8 +118,10 @@ class ReductionSettings:
     """Gradients of at least so many bytes on average are added up and sent one by one while the backward pass still
     runs. A call for each smaller one costs more than it saves."""
     sums_on_device: int = 2
-    """Sums of a worker that wait on an accelerator for their other half, at most; each takes as much memory as the
+    """Sums of a worker that wait on its device for their other half, at most; each takes as much memory as the
     gradients. The others wait in host memory,"""
+    scratch: Path | None = None
+    """or, on a CPU, in files of this directory; ``None``: in its memory, all of them,"""
     offload_from: int = 16 << 20
     """if a sum has at least so many bytes. Of smaller ones all stay: log2(virtual nodes) of them are no burden, and to
     move them took a fifth of the step of a small model on an H100."""

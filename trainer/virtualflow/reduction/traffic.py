@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from virtualflow.protocol.exchange_report import Traffic
-from virtualflow.reduction.bucket_exchange import Bucket, share_bucket
+from virtualflow.reduction.buckets import Bucket, share_bucket
 from virtualflow.reduction.ownership import Portions, Span, Spans, intersection, union
 from virtualflow.reduction.schedule import Way
 from virtualflow.transport import Pending
@@ -69,28 +69,28 @@ class ExchangeLog:
         ]
 
 
-def planned_bytes(
-    bucket: Bucket, way: Way, rows: Sequence[int], portions: Portions | None, rank: int
-) -> tuple[int, int]:
+def planned_bytes(bucket: Bucket, way: Way, portions: Portions | None, rank: int) -> tuple[int, int]:
     """Bytes of a bucket that a member sends to the others, and receives from them, by its schedule.
 
     Args:
-        rows: how many sums each member contributes.
         portions: for each place who needs what of its sum; ``None``: all need all.
     """
-    size, own, rest = len(rows), rows[rank], sum(rows) - rows[rank]
-    if way is Way.WHOLE:  # blocks are equal, also of who has fewer sums
-        sent = received = max(rows) * bucket.total * (size - 1)
+    size, own, others = len(bucket.rows), bucket.counts[rank], len(bucket.rows) - 1
+    rest = sum(bucket.counts) - own
+    if way is Way.WHOLE:
+        sent, received = own * others * bucket.total, rest * bucket.total
     elif portions is None:
-        sent, received = (own + 1) * (size - 1) * bucket.piece, (rest + size - 1) * bucket.piece
+        piece = bucket.pieces[rank]
+        theirs = bucket.edges[-1] - piece
+        sent, received = own * theirs + others * piece, rest * piece + theirs
     else:
         shared = share_bucket(bucket, portions, size)
         added = [sum(part.numel for part in parts) for parts in shared]
         sent, received = own * (sum(added) - added[rank]), rest * added[rank]
         for part in (part for parts in shared for part in parts):
-            first, *others = part.keepers
-            sent += part.numel * len(others) * (first == rank)
-            received += part.numel * (rank in others)
+            first, *keepers = part.keepers
+            sent += part.numel * len(keepers) * (first == rank)
+            received += part.numel * (rank in keepers)
     return sent * bucket.dtype.itemsize, received * bucket.dtype.itemsize
 
 

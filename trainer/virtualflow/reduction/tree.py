@@ -51,9 +51,8 @@ def tree_sum(virtual_nodes: int, parts: Mapping[Key, T], add: Callable[[T, T], T
 def _total(parts: Mapping[Key, T], add: Callable[[T, T], T], left: int, right: int) -> T:
     # Not a closure within tree_sum: one that calls itself is a cycle, and would keep the parts, that is gradients,
     # until the garbage collector comes by.
-    part = parts.get((left, right))
-    if part is not None:
-        return part
+    if (left, right) in parts:
+        return parts[left, right]
     if right - left == 1:
         raise ValueError(f"nothing covers virtual node {left}")
     middle = (left + right) // 2
