@@ -16,6 +16,7 @@ from virtualflow.memory.activations.blocks import find_blocks
 from virtualflow.memory.activations.executor import Executor
 from virtualflow.memory.activations.ledger import Kept
 from virtualflow.memory.activations.measuring import Probe
+from virtualflow.reduction import Precision
 
 CPU = torch.device("cpu")
 SETTINGS = ActivationSettings(probe=1 << 16, copies=1)
@@ -109,6 +110,20 @@ class Spoiling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(torch.relu_(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("dtype", "sums", "come"), [(None, 144, None), (torch.float32, 288, 144)], ids=str)
+def test_sums_count_in_the_type_that_they_have(dtype: torch.dtype | None, sums: int, come: int | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    model[0].requires_grad_(False)
+    measurement = ChainMeasurement(model, CPU, None, SETTINGS, precision=Precision(dtype))
+    with measurement.size(4) as done:
+        for _ in range(3):
+            model(torch.randn(4, 8).bfloat16()).square().sum().backward()
+            done()
+    chain = measurement.finish(lambda: 0)
+    assert chain is not None
+    assert (chain.sum_bytes, chain.gradient_bytes) == (sums, come)
 
 
 def test_a_profile_is_made_of_a_model_that_cannot_be_computed_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -168,6 +168,12 @@ def test_the_same_bits_and_nothing_left_behind_on_the_model() -> None:
     assert [dict(module._forward_hooks) for module in model.modules()] == hooks
 
 
+def test_what_measured_the_speed_of_copies_does_not_stay_in_memory() -> None:
+    made = planned(build("convolutional"), "convolutional")
+    ring = made.executor.ledger.copies.ring
+    assert (ring.used, ring.idle) == (0, 0)
+
+
 def test_a_budget_that_nothing_fits_into_is_refused_with_what_would() -> None:
     with pytest.raises(DoesNotFit, match="the smallest budget that works is"):
         planned(build("convolutional"), "convolutional", 1000)

@@ -346,3 +346,46 @@ def test_a_script_is_not_measured_for_a_plan_of_memory_whose_size_nobody_knows(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("nothing says how much memory the device has; give --device, like 24GiB")
     assert not Path("started").exists()
+
+
+def test_divided_parameters_say_how_many_workers_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["v100.json", "--shard", "parameters", "--device", "800MiB", "--virtual-nodes", "16"]
+    assert cli.main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "Tesla V100-SXM2-16GB: a batch of 64 in 16 virtual nodes fits into workers of 800 MiB from 7 workers on"
+    )
+    assert lines[1].endswith("each share is kept by two workers; activations have a plan")
+    bare = [line.removesuffix("  does not fit").removesuffix("  fits by a plan") for line in lines[3:]]
+    assert len({len(line) for line in bare}) == 1, "columns stand below another"
+    assert [line.removeprefix(cut) for line, cut in zip(lines[5:8], bare[2:5], strict=True)] == [
+        "  does not fit",
+        "  does not fit",
+        "  fits by a plan",
+    ]
+    roomy = ["v100.json", "--shard", "parameters", "--virtual-nodes", "16"]
+    assert cli.main(["plan", *roomy, "--device", "1550MiB"]) == 0
+    assert "activations have a plan, and all stay from 8 workers on" in capsys.readouterr().out
+    assert cli.main(["plan", *roomy, "--device", "1800MiB"]) == 0
+    assert "kept by two workers; all activations stay" in capsys.readouterr().out
+    found = answer(capsys, *words, "--redundancy", "none")
+    (sharded,) = found["sharded"]
+    assert (sharded["redundancy"], sharded["device_bytes"]) == ("none", 800 * MIB)
+    assert [each["workers"] for each in sharded["fits"]] == [1, 4, 5, 6, 7, 8, 9]
+    assert sharded["fits"][1]["kept_bytes"] == (6 * 30 + 100 + 360) * MIB // 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--redundancy", "none"], "--redundancy is about shares; give --shard parameters"),
+        (["--shard", "parameters", "--devices", "V100:2"], "--devices has nothing to say where parameters are divided"),
+        (["--shard", "parameters", "--optimizer", "host"], "--optimizer host has nothing to say"),
+        (["--shard", "parameters", "--device", "1MiB"], "not even 8 workers of 1.00 MiB are enough: each would need"),
+    ],
+)
+def test_what_does_not_go_with_divided_parameters_is_refused(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "v100.json", *words]) == 2
+    assert sentence in capsys.readouterr().err

@@ -33,17 +33,19 @@ from virtualflow.memory import (
     DoesNotFit,
     Fit,
     Plan,
+    ShardedFit,
     Timeline,
     advise,
     fit,
     format_bytes,
     parse_bytes,
     what_fits,
+    what_fits_sharded,
 )
 from virtualflow.memory.settings import PlannerSettings
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import ChainProfile, DeviceProfile, read_profile, seconds_for
-from virtualflow.protocol.settings import MAX_WORKERS
+from virtualflow.protocol.settings import MAX_WORKERS, Redundancy
 from virtualflow.protocol.wording import counted, milliseconds
 
 _MORE_FITS = 4
@@ -68,6 +70,18 @@ class DeviceFit:
 
 
 @dataclass(frozen=True)
+class ShardedPlan:
+    """One device, by the number of workers that have such a one each."""
+
+    device: str
+    batch: int
+    virtual_nodes: int
+    device_bytes: int
+    redundancy: Redundancy
+    fits: tuple[ShardedFit, ...]
+
+
+@dataclass(frozen=True)
 class PlanAnswer:
     """All that ``virtualflow plan`` found, as ``--json`` prints it."""
 
@@ -77,6 +91,8 @@ class PlanAnswer:
     """If devices were named."""
     left_out: tuple[str, ...]
     """Why devices that were named take no part."""
+    sharded: tuple[ShardedPlan, ...] = ()
+    """If parameters are divided: of each profile."""
 
 
 def plan(arguments: Namespace) -> int:
@@ -104,8 +120,11 @@ def plan(arguments: Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
         return 0
     parts = [describe_fits(each.device, each.batch, each.budget, each.fits) for each in answer.memory]
+    parts += [describe_sharded(each) for each in answer.sharded]
     if answer.advice is not None:
         parts.insert(0, "\n".join([describe_advice(answer.advice), *answer.left_out]))
+    elif program is not None and answer.sharded:
+        parts.append(describe_sharded_command(answer.sharded[0], [*program.words, *given], arguments.host))
     elif program is not None:
         first = answer.memory[0]  # that of the script
         device = arguments.device or str(first.budget.device)
@@ -163,6 +182,21 @@ def _check_words(arguments: Namespace) -> None:
         parse_devices(arguments.devices)
     if arguments.trace is not None:
         check_target(Path(arguments.trace), "--trace")
+    if arguments.shard is None:
+        if arguments.redundancy is not None:
+            raise ConfigurationError("--redundancy is about shares; give --shard parameters, or leave it out")
+        return
+    beside = {
+        "--devices": arguments.devices,
+        "--trace": arguments.trace,
+        "--optimizer host": arguments.optimizer == "host" or None,
+    }
+    given = [name for name, value in beside.items() if value is not None]
+    if given:
+        raise ConfigurationError(
+            f"{given[0]} has nothing to say where parameters are divided over workers of one type of device; leave it "
+            "out, or leave out --shard"
+        )
 
 
 def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace) -> PlanAnswer:
@@ -173,6 +207,9 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace) -> PlanA
             f"{without[0].blocks or 'it is an old one, so measure it anew'}; give --devices to divide virtual nodes by "
             "speed alone"
         )
+    if arguments.shard is not None:
+        sharded = [_sharded(profile, profile.chain, arguments) for profile in profiles if profile.chain]
+        return PlanAnswer((), None, (), tuple(sharded))
     if arguments.devices is None:
         planned = [_memory(profile, profile.chain, arguments) for profile in profiles if profile.chain]
         return PlanAnswer(tuple(planned), None, ())
@@ -238,6 +275,15 @@ def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace) -
     else:
         fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget),)
     return DeviceFit(profile.device, batch, budget, fits)
+
+
+def _sharded(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace) -> ShardedPlan:
+    virtual_nodes, batch = arguments.virtual_nodes or profile.virtual_nodes, arguments.batch or profile.batch_size
+    budget = _budget(chain, arguments)
+    redundancy: Redundancy = arguments.redundancy or "peer"
+    copies = 2 if redundancy == "peer" else 1
+    fits = what_fits_sharded(chain, batch, virtual_nodes, budget, copies, more=_MORE_FITS)
+    return ShardedPlan(profile.device, batch, virtual_nodes, budget.device, redundancy, fits)
 
 
 def _speeds(
@@ -369,6 +415,62 @@ def describe_command(fits: Sequence[Fit], command: Sequence[str], device: str, h
         words += ["--device-memory", device]
         words += ["--host-memory", host] if host is not None else []
     return f"to run it so: {shlex.join([*words, *command])}"
+
+
+_SHARDED_COLUMNS = (
+    ("workers", "", 7),
+    ("parameters", "and states", 10),
+    ("waiting", "sums", 8),
+    ("parameters", "gathered", 10),
+    ("gradients", "of blocks", 9),
+    ("", "activations", 11),
+    ("messages", "(host)", 8),
+    ("memory of", "a worker", 9),
+    ("at least,", "by a plan", 9),
+)
+"""Headings of two lines, and widths."""
+
+
+def describe_sharded(plan: ShardedPlan) -> str:
+    """The table of the numbers of workers that parameters can be divided over."""
+    room, first = format_bytes(plan.device_bytes), fewest_of(plan)
+    nodes = counted(plan.virtual_nodes, "virtual node")
+    enough = "from 1 worker on, so nothing has to be divided" if first == 1 else f"from {first} workers on"
+    keeping = next((row.workers for row in plan.fits if row.device_bytes <= plan.device_bytes), None)
+    stay = "all activations stay" if keeping == first else "activations have a plan"
+    if keeping is not None and keeping > first:
+        stay += f", and all stay from {keeping} workers on"
+    keepers = "two workers" if plan.redundancy == "peer" else f"one worker (redundancy {plan.redundancy})"
+    lines = [
+        f"{plan.device}: a batch of {plan.batch} in {nodes} fits into workers of {room} {enough}",
+        f"memory: parameters and the optimizer's state are divided, each share is kept by {keepers}; {stay}",
+        "",
+        "  ".join(f"{above:>{width}}" for above, _, width in _SHARDED_COLUMNS),
+        "  ".join(f"{below:>{width}}" for _, below, width in _SHARDED_COLUMNS),
+    ]
+    for row in plan.fits:
+        parts = (row.kept_bytes, row.sums_bytes, row.gathered_bytes, row.gradient_bytes, row.activation_bytes)
+        sizes = (*parts, row.message_bytes, row.device_bytes, row.planned_bytes)
+        shown = [format_bytes(size, up=True) for size in sizes]
+        cells = zip([str(row.workers), *shown], _SHARDED_COLUMNS, strict=True)
+        line = "  ".join(f"{cell:>{width}}" for cell, (_, _, width) in cells)
+        fits = "" if row.device_bytes <= plan.device_bytes else "  fits by a plan"
+        lines.append(line + ("  does not fit" if row.planned_bytes > plan.device_bytes else fits))
+    return "\n".join(lines)
+
+
+def describe_sharded_command(plan: ShardedPlan, command: Sequence[str], host: str | None) -> str:
+    """How to run a script on the fewest workers that are enough."""
+    words = ["virtualflow", "run", "--workers", str(fewest_of(plan)), "--virtual-nodes", str(plan.virtual_nodes)]
+    if fewest_of(plan) > 1:
+        words += ["--shard", "parameters", "--redundancy", plan.redundancy]
+    if next(row for row in plan.fits if row.workers == fewest_of(plan)).device_bytes > plan.device_bytes:
+        words += ["--device-memory", str(plan.device_bytes), *([] if host is None else ["--host-memory", host])]
+    return f"to run it so: {shlex.join([*words, *command])}"
+
+
+def fewest_of(plan: ShardedPlan) -> int:
+    return next(row.workers for row in plan.fits if row.planned_bytes <= plan.device_bytes)
 
 
 def fastest_of(fits: Sequence[Fit]) -> tuple[Fit, Plan]:

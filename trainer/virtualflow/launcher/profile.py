@@ -170,6 +170,7 @@ def describe_exchange(report: ExchangeReport) -> str:
         f"measured by {report.worker}: the median of {counted(report.steps, 'step')} with this schedule; beside the "
         f"buckets it sends {sent} and receives {received}: headers, and new values of a sharded optimizer",
         _describe_network(report),
+        *_describe_partial(report),
     ]
     groups = [list(group) for _, group in groupby(enumerate(report.buckets, 1), _alike)]
     for group in groups:
@@ -197,6 +198,17 @@ def _describe_network(report: ExchangeReport) -> str:
         f"network, {source}: messages take {latency} and bring {_speed(network['byte'])}; "
         f"additions {_speed(network['add_byte'])}; beside a backward pass {network['hidden']:.0%} of that is hidden"
     )
+
+
+def _describe_partial(report: ExchangeReport) -> Iterator[str]:
+    """What is not sent since backward passes end early."""
+    if report.sent != report.sent_if_whole:
+        sent, whole = sum(report.sent), sum(report.sent_if_whole)
+        each = ", ".join(map(format_bytes, report.sent))
+        yield (
+            f"since backward passes end early, all workers together send {format_bytes(sent)} of gradients, "
+            f"{sent / whole:.0%} of {format_bytes(whole)} (by worker: {each})"
+        )
 
 
 def _alike(numbered: tuple[int, BucketReport]) -> tuple[object, ...]:

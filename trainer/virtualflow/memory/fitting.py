@@ -16,6 +16,24 @@ from virtualflow.protocol.wording import counted, format_bytes
 
 # From what was measured at a few sizes to a profile for micro-batches of any size.
 
+WAITING = 2
+"""Sums that wait in memory where the others wait in files (``ReductionSettings.sums_on_device``),"""
+MOVED_FROM = 16 << 20
+"""if a sum has at least so many bytes (``offload_from``),"""
+AHEAD = 64 << 20
+"""and bytes of them that come back before they are needed (``fetch_ahead``)."""
+
+
+def waiting_bytes(chain: ChainProfile, size: int, virtual_nodes: int) -> int:
+    """What is in memory of the sums that wait while the last virtual node of all runs: the tree's largest whole parts.
+
+    Args:
+        size: bytes of what a worker has of one sum.
+    """
+    depth = virtual_nodes.bit_length() - 1
+    moves = chain.scratch and chain.sum_bytes >= MOVED_FROM and depth > WAITING
+    return size * WAITING + min(size, AHEAD) if moves else size * depth
+
 
 def profile_for(chain: ChainProfile, micro_batch: int, virtual_nodes: int = 1) -> Profile:
     """The profile for micro-batches of so many samples, in a job of so many virtual nodes.
@@ -39,8 +57,7 @@ def profile_for(chain: ChainProfile, micro_batch: int, virtual_nodes: int = 1) -
     ]
     ends = chain.sizes[low], chain.sizes[high]
     other = _at(*ends, micro_batch, ends[0].other_bytes, ends[1].other_bytes)
-    # While the last virtual node of all runs, the sums of the tree's largest whole parts are there.
-    sums = chain.sum_bytes * (virtual_nodes.bit_length() - 1)
+    sums = waiting_bytes(chain, chain.sum_bytes, virtual_nodes)
     return Profile(
         tuple(blocks),
         chain.out_bytes_per_second,
@@ -132,7 +149,13 @@ class Fit:
 
 
 def fit(
-    chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: PlannerSettings, *, fused: int = 1
+    chain: ChainProfile,
+    batch: int,
+    virtual_nodes: int,
+    budget: Budget,
+    settings: PlannerSettings,
+    *,
+    fused: int = 1,
 ) -> Fit:
     """What becomes of that many virtual nodes, which divide the batch."""
     micro_batch, left = divmod(batch, virtual_nodes)

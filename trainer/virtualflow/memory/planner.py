@@ -6,6 +6,7 @@ simulation (:mod:`virtualflow.memory.simulation`) has it.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -43,6 +44,12 @@ class Planner:
         self._profile = profile
         self._settings = settings or PlannerSettings()
         self._chain = ChainArrays(profile)
+
+    def beside(self, fixed_bytes: int) -> Planner:
+        """The same for these blocks beside another fixed part: what was searched serves again."""
+        other = copy(self)
+        other._profile = replace(self._profile, fixed_bytes=fixed_bytes)
+        return other
 
     def plan(self, budget: Budget) -> Plan:
         """The fastest plan for that budget; of a larger budget it is never slower."""

@@ -14,8 +14,8 @@ Named = tuple[str, nn.Module]
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-MEMORY = "vf.Memory(..., {})"
-"""Where a user names blocks for a plan of memory."""
+MEMORY = "name its blocks: vf.Memory(..., {})"
+"""What a user is to do whose model has no blocks that are found, for a plan of memory."""
 RECOMPUTE = (
     "instead of memory, set torch._functorch.config.activation_memory_budget, by which the compiler itself recomputes"
 )
@@ -23,22 +23,35 @@ RECOMPUTE = (
 
 
 def find_blocks(
-    model: nn.Module, wanted: Sequence[str | nn.Module] | None, *, argument: str = MEMORY, compiled: str = RECOMPUTE
+    model: nn.Module,
+    wanted: Sequence[str | nn.Module] | None,
+    *,
+    argument: str = MEMORY,
+    compiled: str = RECOMPUTE,
+    opaque: bool = False,
 ) -> tuple[list[Named], str]:
     """The blocks with their names, and a sentence that says which they are.
 
     Args:
         wanted: modules of it or their names, in the order in which they run; ``None``: found.
+        argument: what a user is to do whose model has none; ``{}`` stands for the argument ``blocks``.
         compiled: what a user is to do who has compiled the model.
+        opaque: whether nobody looks into blocks, so that they may be compiled, and what is outside of them.
 
     Raises:
         ConfigurationError: there are none, one of them is not the model's or is within another one, or the model is
             compiled.
     """
-    if any(_is_compiled(module) for module in model.modules()):
-        raise ConfigurationError(f"a compiled model has no blocks that could be told apart; {compiled}")
-    if wanted is None:
-        return _longest_chain(model, argument)
+    found = _longest_chain(model, argument) if wanted is None else _named(model, wanted)
+    allowed = {id(block) for _, block in found[0]} if opaque else set[int]()
+    for module in filter(_is_compiled, model.modules()):
+        inside = {id(part) for part in module.modules() if part is not module}
+        if not opaque or inside & allowed or isinstance(module, torch.jit.ScriptModule):
+            raise ConfigurationError(f"a compiled model has no blocks that could be told apart; {compiled}")
+    return found
+
+
+def _named(model: nn.Module, wanted: Sequence[str | nn.Module]) -> tuple[list[Named], str]:
     known = dict(model.named_modules())
     names = {id(module): name for name, module in known.items()}
     blocks: list[Named] = []
@@ -73,7 +86,7 @@ def _longest_chain(model: nn.Module, argument: str) -> tuple[list[Named], str]:
     chains = list(_chains(model))
     if not chains:
         raise ConfigurationError(
-            "the model has no nn.ModuleList or nn.Sequential of two modules or more; name its blocks: "
+            "the model has no nn.ModuleList or nn.Sequential of two modules or more; "
             + argument.format('blocks=["first", "second"]')
         )
     longest = max(chains, key=lambda chain: len(chain[1]))

@@ -63,6 +63,11 @@ class Ring:
         self.idle -= size
         return buffer
 
+    def forget(self) -> None:
+        """Keep nothing of what was needed so far."""
+        self._drop(self.used)
+        self.peak = self.used
+
     def _drop(self, most: int) -> None:
         """Keep no more than leaves it at so many bytes."""
         while self._kept and self.used + self.idle > most:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -30,7 +31,7 @@ from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
 from virtualflow.memory.activations.ledger import Ledger, Packed, StorageEntry, has_storage, key_of
-from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
+from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, all_here, find_links
 from virtualflow.state import StayingHook
 
 logger = logging.getLogger("virtualflow.worker")
@@ -67,11 +68,26 @@ class Observer(Protocol):
         """A segment has been computed again."""
 
 
+class Divided(Protocol):
+    """Parameters that are divided over workers: a block's are here while it runs."""
+
+    @property
+    def workers(self) -> int:
+        """Over how many they are divided now; 1: all are here."""
+
+    def memory(self) -> Iterable[Tensor]:
+        """Where they are, or come to be when their block is gathered: no plan moves or drops that."""
+
+    def gathered(self, module: nn.Module) -> AbstractContextManager[bool]:
+        """See that a module can be computed again meanwhile, and say whether its parameters are true."""
+
+
 class Executor:
     """The blocks of a model, and what becomes of what they save; before :meth:`follow` all of it is kept.
 
     Args:
         rehearses: what is computed again is kept as well, and what cannot be is no error.
+        divided: ``None``: every parameter is where it is.
     """
 
     def __init__(
@@ -82,11 +98,12 @@ class Executor:
         copies: Copies | None = None,
         *,
         rehearses: bool = False,
+        divided: Divided | None = None,
     ) -> None:
         self.ledger = Ledger(copies or Copies(device))
         self.observer: Observer | None = None
         self._model, self._blocks, self._device = model, list(blocks), device
-        self._rehearses = rehearses
+        self._rehearses, self._divided = rehearses, divided
         self._index = {id(module): index for index, (_, module) in enumerate(blocks)}
         self._plans: Sequence[BlockPlan] = [BlockPlan(Action.KEEP)] * len(blocks)
         self._keeps = True
@@ -138,7 +155,8 @@ class Executor:
                 self._fetched_at.setdefault(plan.prefetch, []).append(block)
 
     def begin(self) -> None:
-        tensors = [*self._model.parameters(), *self._model.buffers()]
+        parameters = self._model.parameters() if self._divided is None else self._divided.memory()
+        tensors = [*parameters, *self._model.buffers()]
         self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
         self._known = self._ran
         self._forget()
@@ -227,7 +245,9 @@ class Executor:
         )
         if segment is None or not joins:
             before = None
-            segment = Segment(self._recomputes, self._recomputed, self._refused if self._rehearses else None)
+            refused = self._refused if self._rehearses else None
+            gathered = all_here if self._divided is None else self._divided.gathered
+            segment = Segment(self._recomputes, self._recomputed, refused, gathered)
         recomputation = Recomputation(visit, leaves, structure, before, self._device)
         segment.visits.append(recomputation)
         return segment, recomputation

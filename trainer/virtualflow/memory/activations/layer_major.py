@@ -239,7 +239,8 @@ class LayerMajor:
         ]
         owned = {tensor.untyped_storage().data_ptr() for tensor in block.tensors}
         pairs = zip(block.trained.values(), found[len(edges) :], strict=True)
-        return separate(_as_autograd_leaves_it(parameter, gradient, owned) for parameter, gradient in pairs)
+        gradients = separate(_as_autograd_leaves_it(parameter, gradient, owned) for parameter, gradient in pairs)
+        return self._summation.precision.cast_all(gradients)
 
     def _close(self, output: Any, flight: Flight, loss: Loss) -> tuple[list[Tensor], list[Tensor | None]]:
         value = loss(flight, output, tree_map_only(Tensor, self.carrier.bring, list(flight.data[1:])))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from virtualflow.memory.activations.module_state import Surroundings
+from virtualflow.state import StayingHook
 
 
 class LiveBytes(TorchDispatchMode):
@@ -83,10 +84,15 @@ class Peaks:
     """Of what holds the gradient of each tensor among its inputs: that may be a part of something larger."""
 
 
-def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.device) -> Peaks | None:
+def count_peaks(
+    module: nn.Module, arguments: Any, options: Any, device: torch.device, parameters: Iterable[Tensor] | None = None
+) -> Peaks | None:
     """Call a block without leaving a trace; ``None``: that cannot be done.
 
     What kernels take for themselves and give back is not seen.
+
+    Args:
+        parameters: where they may be; ``None``: where they are.
     """
     if not _leaves_no_trace(module, tree_leaves((arguments, options))):
         return None
@@ -94,7 +100,7 @@ def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.d
     given = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
     live = LiveBytes()
     with Surroundings(module, device).again():
-        live.add([*given, *module.parameters(), *module.buffers()])
+        live.add([*given, *(module.parameters() if parameters is None else parameters), *module.buffers()])
         before = live.now
         with live:
             made = [leaf for leaf in tree_leaves(module.forward(*arguments, **options)) if isinstance(leaf, Tensor)]
@@ -123,11 +129,15 @@ def _leaves_no_trace(module: nn.Module, leaves: list[Any]) -> bool:
 
     An object of the user's may be changed by the call. A weight that is computed from parameters (the older spectral
     norm, weight norm and pruning) hangs on a graph that the backward pass would free. A hook of a parameter would be
-    told gradients that are made up.
+    told gradients that are made up, but for the library's own.
     """
     return (
         all(leaf is None or isinstance(leaf, _VALUES) for leaf in leaves)
-        and not any(parameter._backward_hooks for parameter in module.parameters())
+        and all(
+            isinstance(hook, StayingHook)
+            for parameter in module.parameters()
+            for hook in (parameter._backward_hooks or {}).values()
+        )
         and not any(
             isinstance(attribute, Tensor) and attribute.grad_fn is not None
             for each in module.modules()

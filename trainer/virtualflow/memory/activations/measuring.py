@@ -32,13 +32,14 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, BlockPlan, Point
 from virtualflow.memory.activations.blocks import Named, find_blocks
 from virtualflow.memory.activations.copies import Copies, open_copies
-from virtualflow.memory.activations.executor import Executor
+from virtualflow.memory.activations.executor import Divided, Executor
 from virtualflow.memory.activations.ledger import key_of
 from virtualflow.memory.activations.live_bytes import Peaks, count_peaks
-from virtualflow.memory.activations.visits import Visit
+from virtualflow.memory.activations.visits import Visit, all_here
 from virtualflow.memory.settings import SMALL_BUFFER, ActivationSettings
 from virtualflow.protocol.device_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 from virtualflow.protocol.wording import counted
+from virtualflow.reduction import OWN_TYPES, Precision
 
 _Made = TypeVar("_Made")
 _LEAST = 1e-9
@@ -83,6 +84,7 @@ class Probe:
 
     Args:
         again: whether a block may be called once more, to count what it needs for a moment.
+        divided: ``None``: every parameter is where it is.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class Probe:
         clock: Callable[[], float] = time.perf_counter,
         *,
         again: bool = True,
+        divided: Divided | None = None,
     ) -> None:
         self._model, self._blocks, self._device, self._clock = model, blocks, device, clock
-        self._count = again
+        self._count, self._divided = again, divided
         self._measured: list[_MicroBatch] = []
         self._held: dict[int, Tensor] = {}
         """What the running block has saved: held, so that no two of them get the same place."""
@@ -150,7 +153,10 @@ class Probe:
                 self._now.left += size
         self._handed = {}
         if self._count and not self._measured:
-            seen.peaks = count_peaks(visit.module, arguments, options, self._device)
+            divided = self._divided
+            memory = None if divided is None else divided.memory()
+            with all_here(visit.module) if divided is None else divided.gathered(visit.module):
+                seen.peaks = count_peaks(visit.module, arguments, options, self._device, memory)
         for key, (place, size) in later.items():
             self._note_skip(key, size, visit.block, size if seen.peaks is None else seen.peaks.gradients[place])
         self._entered = boundary
@@ -335,8 +341,9 @@ class Probe:
             + sum(buffer.nbytes for buffer in copied if buffer.nbytes <= SMALL_BUFFER)
         )
 
-    def sum_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
+    def sum_bytes(self, precision: Precision) -> int:
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return sum(parameter.numel() * precision.of(parameter.dtype).itemsize for parameter in trained)
 
 
 def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float, float]:
@@ -362,15 +369,25 @@ def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float,
 
 
 def chain_profile(
-    probe: Probe, sizes: Sequence[ChainSize], copies: Copies, settings: ActivationSettings, *, optimizer: int
+    probe: Probe,
+    sizes: Sequence[ChainSize],
+    copies: Copies,
+    settings: ActivationSettings,
+    *,
+    optimizer: int,
+    scratch: bool = False,
+    precision: Precision = OWN_TYPES,
 ) -> ChainProfile:
     out, back = measure_copies(copies, settings)
+    gradients, sums = (probe.sum_bytes(of) for of in (OWN_TYPES, precision))
     return ChainProfile(
         out_bytes_per_second=out,
         in_bytes_per_second=back,
         optimizer_bytes=optimizer,
         fixed_bytes=probe.fixed_bytes(),
-        sum_bytes=probe.sum_bytes(),
+        sum_bytes=sums,
+        gradient_bytes=None if gradients == sums else gradients,
+        scratch=scratch,
         device_bytes=torch.cuda.get_device_properties(copies.device).total_memory
         if copies.device.type == "cuda"
         else None,
@@ -396,8 +413,12 @@ class ChainMeasurement:
         device: torch.device,
         wanted: Sequence[str | nn.Module] | None,
         settings: ActivationSettings,
+        *,
+        scratch: bool = False,
+        precision: Precision = OWN_TYPES,
     ) -> None:
         self._model, self._device, self._settings = model, device, settings
+        self._scratch, self._precision = scratch, precision
         self._blocks: list[Named] = []
         self._sizes: list[ChainSize] = []
         self._probe: Probe | None = None
@@ -449,7 +470,16 @@ class ChainMeasurement:
             return None
         copies = open_copies(self._device)
         try:
-            return chain_profile(self._probe, self._sizes, copies, self._settings, optimizer=optimizer_bytes())
+            state = optimizer_bytes()
+            return chain_profile(
+                self._probe,
+                self._sizes,
+                copies,
+                self._settings,
+                optimizer=state,
+                scratch=self._scratch,
+                precision=self._precision,
+            )
         except torch.OutOfMemoryError:
             self._give_up("the optimizer's state does not fit beside them")
             return None

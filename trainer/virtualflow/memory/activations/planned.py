@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,21 +17,26 @@ from virtualflow.memory import (
     Action,
     BlockPlan,
     Budget,
+    DoesNotFit,
     Placement,
     Plan,
     Planner,
     Point,
     Profile,
     Wait,
+    divided_profile,
     parse_bytes,
     profile_for,
 )
 from virtualflow.memory.activations.blocks import find_blocks
 from virtualflow.memory.activations.copies import open_copies
-from virtualflow.memory.activations.executor import Executor
+from virtualflow.memory.activations.executor import Divided, Executor
 from virtualflow.memory.activations.measuring import Probe, chain_profile
 from virtualflow.memory.settings import ActivationSettings
+from virtualflow.protocol.device_profile import ChainProfile
 from virtualflow.protocol.settings import ActivationsChoice
+from virtualflow.protocol.wording import counted
+from virtualflow.reduction import OWN_TYPES, Precision
 
 # What a user says about memory: :class:`Memory`, an argument of :func:`virtualflow.elastic`.
 
@@ -58,6 +64,8 @@ class Memory:
         order: ``"node-major"``: one virtual node after the other goes through the whole model. ``"layer-major"``: one
             block after the other runs for all virtual nodes of a worker, for models whose weights do not fit. The model
             is a sequence of blocks, stays on the host, and is trained by :meth:`virtualflow.Step.layer_major`.
+        scratch: a directory on a disk. On a CPU, sums of gradients that are not needed soon wait there in files without
+            names, so that memory does not grow with the number of virtual nodes: two wait in memory.
 
     Raises:
         ConfigurationError: a size or a word makes no sense, or there is nothing to do.
@@ -69,6 +77,7 @@ class Memory:
     blocks: Sequence[str | nn.Module] | None = None
     optimizer: Placement = "device"
     order: Order = "node-major"
+    scratch: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, word, known in (
@@ -91,9 +100,10 @@ class Memory:
             raise ConfigurationError(
                 'vf.Memory plans activations for a size of device memory; pass device="24GiB", or whatever there is'
             )
-        elif self.optimizer == "device":
+        elif self.optimizer == "device" and self.scratch is None:
             raise ConfigurationError(
-                'vf.Memory() says nothing; pass device="24GiB" to plan activations, or optimizer="host"'
+                'vf.Memory() says nothing; pass device="24GiB" to plan activations, optimizer="host", or '
+                'scratch="/tmp" for sums of gradients'
             )
 
     @property
@@ -123,7 +133,7 @@ def limit(
     """What a script says of memory, with what whoever runs it says instead; ``None``: nobody says anything."""
     words = {"device": device, "host": host, "activations": activations, "optimizer": optimizer}
     instead: dict[str, Any] = {name: word for name, word in words.items() if word is not None}
-    if instead == {"optimizer": "device"} and (said is None or said.device is None):
+    if instead == {"optimizer": "device"} and (said is None or (said.device is None and said.scratch is None)):
         return None  # where it is anyway; a script without a size says no more than another place
     if said is None:
         return Memory(**instead) if instead else None
@@ -146,7 +156,12 @@ class Activations:
     says.
 
     Args:
-        optimizer_bytes: asks for the bytes of the optimizer's state, where ``memory`` has it.
+        optimizer_bytes: asks for the bytes of the optimizer's state, where ``memory`` has it; of all workers together,
+            where parameters are divided.
+        divided: the parameters, where they are divided over workers. Each change of their number changes what is left
+            for activations, and with it the plan.
+        copies: how many workers keep each of them then.
+        precision: in which gradients are summed up.
     """
 
     def __init__(
@@ -159,17 +174,25 @@ class Activations:
         virtual_nodes: int,
         optimizer_bytes: Callable[[], int],
         settings: ActivationSettings,
+        divided: Divided | None = None,
+        copies: int = 1,
+        precision: Precision = OWN_TYPES,
     ) -> None:
         blocks, said = find_blocks(model, memory.blocks)
         self._memory, self._micro_batch, self._virtual_nodes = memory, micro_batch, virtual_nodes
         self._optimizer_bytes, self._settings = optimizer_bytes, settings
+        self._divided, self._copies, self._precision = divided, copies, precision
         self._length = len(blocks)
         self.plan: Plan | None = None
         """``None``: not enough is measured yet."""
+        self._planned_for = 0
+        """Over how many workers parameters were divided when it was made."""
+        self._chain: ChainProfile | None = None
+        self._planner: Planner | None = None
         self.profile: Profile | None = None
         first = Action.RECOMPUTE if memory.activations == "auto" else Action(memory.activations)
-        self._probe = Probe(model, blocks, device, again=first is Action.RECOMPUTE)
-        self.executor = Executor(model, blocks, device, open_copies(device))
+        self._probe = Probe(model, blocks, device, again=first is Action.RECOMPUTE, divided=divided)
+        self.executor = Executor(model, blocks, device, open_copies(device), divided=divided)
         self.executor.observer = self._probe
         segments = [block if first is Action.RECOMPUTE else None for block in range(len(blocks))]
         self.executor.follow([BlockPlan(first, segment) for segment in segments], memory.budget.host)
@@ -196,26 +219,75 @@ class Activations:
         if self.plan is not None or self._probe.micro_batches < settings.warm_up + settings.samples:
             return None
         size = self._probe.size(self._micro_batch, settings.warm_up)
-        ran, budget = self._probe.ran, self._memory.budget
         copies = self.executor.ledger.copies
         limit, copies.ring.limit = copies.ring.limit, None
-        chain = chain_profile(self._probe, [size], copies, settings, optimizer=self._optimizer_bytes())
+        state, scratch = self._optimizer_bytes(), self._memory.scratch is not None
+        self._chain = chain_profile(
+            self._probe, [size], copies, settings, optimizer=state, scratch=scratch, precision=self._precision
+        )
         copies.ring.limit = limit
-        self.profile = profile_for(chain, self._micro_batch, self._virtual_nodes)
-        planner = Planner(self.profile, settings.planner)
-        chosen = self._memory.activations
-        if chosen == "auto" and budget.host is None:
-            budget = replace(budget, host=chain.host_bytes)
-        self.plan = planner.plan(budget) if chosen == "auto" else planner.uniform(Action(chosen), budget)
+        copies.ring.forget()  # how fast copies are was measured by one that is larger than most
         self.executor.observer = None
+        return self._follow(self._choose(self._plan_for(self._workers)))
+
+    def entered(self) -> Plan | None:
+        """A generation is entered: make another plan, if parameters are divided over another number of workers.
+
+        If there is none within the budget any more, training goes on with the plan that needs the least.
+        """
+        if self.plan is None or self._planned_for == self._workers:
+            return None
+        planner = self._plan_for(self._workers)
+        try:
+            return self._follow(self._choose(planner))
+        except DoesNotFit as error:
+            if error.smallest is None:
+                raise
+            logger.warning("memory: with %s now, %s", counted(self._workers, "worker"), error)
+            return self._follow(self._choose(planner, error.smallest))
+
+    @property
+    def _workers(self) -> int:
+        return 1 if self._divided is None else self._divided.workers
+
+    def _plan_for(self, workers: int) -> Planner:
+        """What plans beside all else that one of so many workers has."""
+        assert self._chain is not None
+        of_job = self._chain, self._micro_batch, self._virtual_nodes
+        if workers == 1:
+            self.profile = profile_for(*of_job)
+            return Planner(self.profile, self._settings.planner)
+        self.profile = divided_profile(*of_job, workers, self._copies)
+        if self._planner is None:
+            self._planner = Planner(self.profile, self._settings.planner)
+        self._planner = self._planner.beside(self.profile.fixed_bytes)
+        return self._planner
+
+    def _choose(self, planner: Planner, device: int | None = None) -> Plan:
+        """The plan that is wanted, for so many bytes of the device in place of those that may be used."""
+        assert self._chain is not None
+        chosen, budget = self._memory.activations, self._memory.budget
+        if device is not None:
+            budget = replace(budget, device=device)
+        if chosen != "auto":
+            return planner.uniform(Action(chosen), budget)
+        return planner.plan(replace(budget, host=self._chain.host_bytes) if budget.host is None else budget)
+
+    def _follow(self, plan: Plan) -> Plan:
+        assert self.profile is not None
+        self.plan, self._planned_for = plan, self._workers
+        ran, host = self._probe.ran, self._memory.budget.host
+        if host is None and self._memory.activations == "auto":
+            assert self._chain is not None
+            host = self._chain.host_bytes
         whole = [_KEEP] * self._length
-        for number, of_block in zip(ran, renumber(self.plan, ran), strict=True):
+        for number, of_block in zip(ran, renumber(plan, ran), strict=True):
             whole[number] = of_block
-        waits = [Wait(Point(wait.point.kind, ran[wait.point.block]), wait.leaving) for wait in self.plan.waits]
-        state = self.profile.optimizer_bytes if budget.optimizer == "host" else 0
-        self.executor.follow(whole, None if budget.host is None else budget.host - state, waits)
-        logger.warning("memory: %s; %s", self._said, self.plan.reason)
-        return self.plan
+        waits = [Wait(Point(wait.point.kind, ran[wait.point.block]), wait.leaving) for wait in plan.waits]
+        state = self.profile.optimizer_bytes if self._memory.optimizer == "host" else 0
+        self.executor.follow(whole, None if host is None else host - state, waits)
+        logger.warning("memory: %s; %s", self._said, plan.reason)
+        return plan
 
 
 def renumber(plan: Plan, ran: list[int]) -> Iterable[BlockPlan]:
@@ -229,11 +301,11 @@ def renumber(plan: Plan, ran: list[int]) -> Iterable[BlockPlan]:
         )
 
 
-def bytes_of_state(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the optimizer's state on that device."""
+def bytes_of_state(states: Iterable[Mapping[str, Any]], device: torch.device) -> int:
+    """Bytes of an optimizer's states on that device."""
     return sum(
         value.nbytes
-        for state in optimizer.state.values()
+        for state in states
         for value in state.values()
         if isinstance(value, Tensor) and value.device == device
     )

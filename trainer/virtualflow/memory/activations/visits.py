@@ -7,6 +7,7 @@ what enters the others is the output of the one before, and nobody has kept it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -19,6 +20,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations.ledger import ChangedInPlace, Kept, Ledger, Packed, StorageEntry, is_plain, key_of
 from virtualflow.memory.activations.module_state import Surroundings
+
+Gathered = Callable[[nn.Module], AbstractContextManager[bool]]
+"""Sees that the parameters of a module are here meanwhile, and says whether they are true."""
+
+
+def all_here(module: nn.Module) -> AbstractContextManager[bool]:
+    """Where parameters are not divided."""
+    return nullcontext(True)
 
 
 class Slot:
@@ -112,6 +121,7 @@ class Segment:
     """and when all are."""
     refused: Callable[[ConfigurationError], object] | None = None
     """Told why they cannot be computed again, where that is only rehearsed: all of it is kept as well."""
+    gathered: Gathered = all_here
     visits: list[Recomputation] = field(default_factory=list)
 
     def recompute(self) -> None:
@@ -136,7 +146,9 @@ class Segment:
         with torch.enable_grad():
             for visit in visits:
                 self.began(visit.block)
-                outputs = visit.run(outputs, last=visit is visits[-1])
+                with self.gathered(visit.module) as true:
+                    # From other values a block may go another way: of a broken attempt nothing is computed again.
+                    outputs = visit.run(outputs, last=visit is visits[-1]) if true else visit.fill()
 
 
 class Recomputation:
@@ -149,7 +161,7 @@ class Recomputation:
     def __init__(
         self, visit: Visit, leaves: list[Any], structure: TreeSpec, before: Visit | None, device: torch.device
     ) -> None:
-        self.block, self.name = visit.block, visit.name
+        self.block, self.name, self.module = visit.block, visit.name, visit.module
         self.ended = False
         self._visit = visit
         self._structure = structure
@@ -244,12 +256,21 @@ class Recomputation:
             raise visit.differs()
         return [each.detach() if isinstance(each, Tensor) else each for each in made]
 
+    def fill(self) -> list[Any]:
+        """In place of what cannot be computed any more, zeros: the script's pass comes to its end, for nothing."""
+        self._inputs, self._surroundings = [], None
+        for (dtype, shape, device), known in self._saved:
+            slot = None if known is None else known()
+            if slot is not None:
+                slot.saved = Kept(torch.zeros(shape or (), dtype=dtype, device=device))
+        return []
 
-_Form = tuple[torch.dtype, torch.Size | None]
+
+_Form = tuple[torch.dtype, torch.Size | None, torch.device]
 
 
 def _form(tensor: Tensor) -> _Form:
-    return tensor.dtype, None if tensor.is_nested else tensor.shape
+    return tensor.dtype, None if tensor.is_nested else tensor.shape, tensor.device
 
 
 def find_links(leaves: list[Any], before: Visit) -> dict[int, OutputLink]:
