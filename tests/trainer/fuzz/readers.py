@@ -40,7 +40,8 @@ from virtualflow.protocol.termination_message import (
 from virtualflow.protocol.versions import OLDEST_PROTOCOL, PROTOCOL, read_hello_header
 from virtualflow.protocol.wording import printable
 from virtualflow.state import codec
-from virtualflow.state.checkpoint_format import FORMAT, JobIdentity, Manifest, seal, unseal
+from virtualflow.state.checkpoint_format import FORMAT, JobIdentity, Manifest, unseal
+from virtualflow.state.sealed_manifest import seal
 from virtualflow.transport.channel import Channel, FrameExchange, SealedChannel, checksum
 from virtualflow.transport.key_agreement import SECRET, Introduction
 from virtualflow.transport.mesh import _SEALED, _meet

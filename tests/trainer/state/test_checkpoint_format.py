@@ -162,10 +162,10 @@ def test_no_single_flipped_bit_of_the_states_header_is_anything_but_damage(tmp_p
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path: Path, events: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_format, "FORMAT", 2)
+        patch.setattr(checkpoint_format, "FORMAT", 3)
         writer_to(tmp_path, events).save_now(1, tree_of(1))
     with pytest.raises(
-        ConfigurationError, match="has format 2 and this version of VirtualFlow reads 1; use the version"
+        ConfigurationError, match="has format 3 and this version of VirtualFlow reads 1 and 2; use the version"
     ):
         find_newest(tmp_path, events.append)
 

@@ -3,8 +3,16 @@ checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
 from virtualflow.state.capture import Companions, StayingHook, copy_optimizer_state, placed
-from virtualflow.state.checkpoint_format import NATIVE, FoundCheckpoint, JobIdentity, find_by_path, load, skipped
-from virtualflow.state.checkpoint_writer import CheckpointPolicy
+from virtualflow.state.checkpoint_format import (
+    FoundCheckpoint,
+    JobIdentity,
+    find_by_path,
+    load,
+    load_undivided,
+    skipped,
+)
+from virtualflow.state.checkpoint_shares import NATIVE, OwnShare, SavedPiece, ShareFiles, cut_state, join_states
+from virtualflow.state.checkpoint_writer import CheckpointPolicy, WriterState
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy, policy_of_run
 from virtualflow.state.codec import snapshot
 from virtualflow.state.digests import content_hash, signature, transient_buffers

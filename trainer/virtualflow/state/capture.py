@@ -238,12 +238,16 @@ def placed(tree: Tree, device: torch.device) -> Tree:
 class Companions:
     """Objects of a script, by name.
 
+    Args:
+        instead: what has the states of some of them, in their place.
+
     Raises:
         ConfigurationError: one of them has no state, or one that cannot be described exactly.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._objects = dict(objects)
+    def __init__(self, objects: Mapping[str, Any], instead: Mapping[str, Any] | None = None) -> None:
+        self._given = dict(objects)
+        self._objects = {**objects, **(instead or {})}
         for name, given in self._objects.items():
             if not (callable(getattr(given, "state_dict", None)) and callable(getattr(given, "load_state_dict", None))):
                 raise ConfigurationError(
@@ -260,11 +264,11 @@ class Companions:
         return sorted(self._objects)
 
     def knows(self, thing: object) -> bool:
-        return any(thing is known for known in self._objects.values())
+        return any(thing is known for known in self._given.values())
 
     @property
     def objects(self) -> list[Any]:
-        return list(self._objects.values())
+        return list(self._given.values())
 
     def capture(self) -> dict[str, Any]:
         """Their states, by reference."""

@@ -2,7 +2,8 @@
 
 It is a directory ``step-00000120.1764000000000.7`` (steps and generation, see ``checkpoint_order``) with
 ``state.safetensors`` (the tensors of the state, its skeleton in the metadata) and ``manifest.json`` (whose it is, size
-and SHA-256 of the state). It appears by one rename after everything in it has reached the disk, so a writer may die at
+and SHA-256 of the state). Where no worker has all parameters, these are in files beside it (``checkpoint_shares``). It
+appears by one rename after everything in it has reached the disk, so a writer may die at
 any instruction: readers see all of it or nothing. What the disk itself damages is found by the checksums, and an older
 checkpoint takes its place: the manifest's when checkpoints are listed, the state's when it is loaded, of the very bytes
 that are loaded. Where keys are trusted, the manifest's signature is verified before anything that it says is believed.
@@ -10,13 +11,12 @@ that are loaded. Where keys are trusted, the manifest's signature is verified be
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,27 +31,20 @@ from virtualflow.atomic_file import open_regular, read_regular, sync_directory
 from virtualflow.errors import ConfigurationError
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.messages import Generation
-from virtualflow.protocol.signatures import Signature, SigningKeys
+from virtualflow.protocol.signatures import SigningKeys
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
 from virtualflow.state.checkpoint_order import Mark, VolumeFailure, complete, hidden, is_hidden, volume_error
+from virtualflow.state.checkpoint_shares import NATIVE, Places, ShareFile, ShareFiles, check_sizes, lock_file, read_head
+from virtualflow.state.sealed_manifest import MANIFEST, MAX_SEALED, UNSIGNED, open_seal, seal
 
 FORMAT = 1
 """Of the manifest and the state; raised when an older reader would misread a newer checkpoint."""
+DIVIDED = 2
+"""The format of a checkpoint with shares, whose state an older reader would take for that of an empty model."""
 
-MAX_SEALED = 64 << 20
-"""Bytes of a manifest: a model of a million parameters needs less."""
-
-STATE, MANIFEST = "state.safetensors", "manifest.json"
-UNSIGNED = SigningKeys()
-"""Neither signs nor asks for a signature."""
+STATE = "state.safetensors"
 _OTHER_CONTENT = f"the content of {STATE} is not what was written (its SHA-256 differs)"
-
-NATIVE = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
-"""Every version of safetensors knows these; tensors of other dtypes are stored as rows of bytes."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +86,8 @@ class Manifest(msgspec.Struct, frozen=True):
     torch: str
     numerics: int = 1
     """``versions.NUMERICS`` of the library that wrote it."""
+    shares: tuple[ShareFile, ...] = ()
+    """What has the parameters and their optimizer's states, where the state's file does not."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +100,12 @@ class FoundCheckpoint:
     state_sha256: str
     written: float
     """Unix time."""
+    shares: tuple[ShareFile, ...] = ()
+    """Of parameters and their optimizer's states; none: they are with the rest of the state."""
+
+    @property
+    def open_shares(self) -> ShareFiles:
+        return ShareFiles(self.path, self.shares, self.identity.signature)
 
     @property
     def step(self) -> int:
@@ -143,8 +144,7 @@ def find_newest(
                     f"the checkpoint {path} belongs to another job: {problem}; use another "
                     "--checkpoint-dir, or go back to the old value"
                 )
-            with open_regular(path / STATE) as file:
-                _verify_size(file, manifest)
+            _verify_sizes(path, manifest)
         except PermissionError as error:
             # To start again from nothing would be a worse answer than to ask for the permission.
             raise ConfigurationError(
@@ -161,7 +161,8 @@ def find_newest(
             on_event(skipped(path, error))
             continue
         tell_other_versions(manifest, f"the checkpoint {path}", on_event)
-        return FoundCheckpoint(mark, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
+        written = (path / MANIFEST).stat().st_mtime
+        return FoundCheckpoint(mark, path, manifest.identity, manifest.state_sha256, written, manifest.shares)
     return None
 
 
@@ -207,20 +208,34 @@ def load(found: FoundCheckpoint) -> dict[str, Any]:
     """The tree that was saved, on the CPU and independent of the file; ValueError if it is not what was written.
 
     The checksum is that of the bytes that are returned: what the disk or the network does to them after they were
-    listed, or between two readings, is noticed.
+    listed, or between two readings, is noticed. Shares become the whole that a worker with all parameters has.
     """
+    tree = load_undivided(found)
+    if found.shares:
+        shares, signature = found.open_shares, found.identity.signature
+        numbers = {name: n for n, name in enumerate(name for group in signature["groups"] for name in group)}
+        for name in signature["parameters"]:
+            piece = shares.read_whole(name)
+            tree["parameters"][name] = piece.value
+            if piece.state is not None:
+                tree["optimizer"]["state"][numbers[name]] = piece.state
+                tree["hosted"] += [[numbers[name], key] for key in piece.hosted]
+            for of, average in piece.averages.items():
+                names = [name, *(tied for tied, first in signature.get("ties", {}).items() if first == name)]
+                tree["state"][of] |= {f"module.{each}": average for each in names}
+    return tree
+
+
+def load_undivided(found: FoundCheckpoint) -> dict[str, Any]:
+    """The same without what is in shares."""
     path = found.path / STATE
     try:
         with open_regular(path) as plain:
-            size = plain.read(8)
-            length = int.from_bytes(size, "little")
-            if length > os.fstat(plain.fileno()).st_size - len(size):
-                raise ValueError(f"{STATE} cannot be read: it ends before its header does")
-            head = plain.read(length)
-        checksum = hashlib.sha256(size + head)
+            head = read_head(plain, STATE)
+        checksum = hashlib.sha256(head)
         tensors: dict[str, Tensor] = {}
         with safe_open(path, "pt") as file, ProgressBar(f"reading {found.path.name}", path.stat().st_size) as progress:
-            header = json.loads(head)
+            header = json.loads(head[8:])
             metadata = header.pop("__metadata__")
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
                 # A copy, because the file is mapped, and a remote disk could take that memory away.
@@ -266,29 +281,18 @@ def adopt(found: FoundCheckpoint, fence: Generation) -> FoundCheckpoint:
     return replace(found, mark=mark, path=path)
 
 
-def seal(manifest: Manifest, keys: SigningKeys = UNSIGNED) -> bytes:
-    """A manifest as JSON, so that a flipped bit in it does not pass for another job or another format; signed, if
-    ``keys`` do."""
-    content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-    return msgspec.json.encode(_Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content), keys.sign(content)))
-
-
 def unseal(sealed: bytes, name: str, keys: SigningKeys = UNSIGNED) -> Manifest:
     """What :func:`seal` made into bytes; ValueError if it is damaged, ConfigurationError if it is of another format, or
     by nobody whom ``keys`` trust."""
     try:
-        envelope = msgspec.json.decode(sealed, type=_Envelope)
-        content = bytes(envelope.manifest)
-        if hashlib.sha256(content).hexdigest() != envelope.checksum:
-            raise ValueError(f"the content of {MANIFEST} is not what was written (its checksum differs)")
-        keys.verify(content, envelope.signature, name)
+        content = open_seal(sealed, name, keys)
         version = msgspec.json.decode(content, type=_Version).format
-        manifest = msgspec.json.decode(content, type=Manifest) if version == FORMAT else None
+        manifest = msgspec.json.decode(content, type=Manifest) if version in (FORMAT, DIVIDED) else None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be understood: {error}") from None
     if manifest is None:
         raise ConfigurationError(
-            f"{name} has format {version} and this version of VirtualFlow reads {FORMAT}; use "
+            f"{name} has format {version} and this version of VirtualFlow reads {FORMAT} and {DIVIDED}; use "
             "the version that wrote it, or another --checkpoint-dir"
         )
     return manifest
@@ -301,27 +305,27 @@ def _read_manifest(path: Path, step: int, keys: SigningKeys) -> Manifest:
     return manifest
 
 
+def _verify_sizes(path: Path, manifest: Manifest) -> None:
+    with open_regular(path / STATE) as file:
+        _verify_size(file, manifest)
+    if manifest.shares:
+        Places(manifest.identity.signature).check(manifest.shares)
+        check_sizes(path, manifest.shares)
+
+
 def _verify_size(file: BinaryIO, manifest: Manifest) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != manifest.state_size:
         raise ValueError(f"{STATE} has {size} bytes instead of {manifest.state_size}")
 
 
-def _verify_state(path: Path, manifest: Manifest) -> None:
+def _verify_content(path: Path, manifest: Manifest) -> None:
+    _verify_sizes(path, manifest)
     with open_regular(path / STATE) as file:
-        _verify_size(file, manifest)
         if hashlib.file_digest(file, "sha256").hexdigest() != manifest.state_sha256:
             raise ValueError(_OTHER_CONTENT)
-
-
-class _Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``manifest.json``: a flipped bit in it must not pass for another job or another format."""
-
-    checksum: str
-    """SHA-256 (hex) of the manifest as it stands in the file."""
-    manifest: msgspec.Raw
-    signature: Signature | None = None
-    """Of the manifest as it stands in the file, and so of the state whose checksum it tells."""
+    if manifest.shares:
+        ShareFiles(path, manifest.shares, manifest.identity.signature).verify()
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -342,10 +346,12 @@ def write(
     identity: JobIdentity,
     allow: Callable[[], None],
     keys: SigningKeys = UNSIGNED,
+    collect: Callable[[Path], Sequence[ShareFile]] | None = None,
 ) -> Path:
     """Write a checkpoint of a tree that nobody changes meanwhile; OSError or SafetensorError if that fails.
 
-    ``allow`` is called at the last moment, and may raise what is to keep it from appearing.
+    ``allow`` is called at the last moment, and may raise what is to keep it from appearing. ``collect`` moves what
+    others write into a directory.
 
     The manifest's file is locked from before the first byte until after the rename: that is how another
     process knows a leftover of a dead writer from the work of a living one, on any machine that shares the
@@ -358,11 +364,13 @@ def write(
     temporary.mkdir()
     try:
         with (temporary / MANIFEST).open("xb") as manifest_file:
-            _lock(manifest_file.fileno())
+            lock_file(manifest_file.fileno())
             size, checksum = _write_state(temporary / STATE, tree)
             # safetensors makes its file private; ours has the mode that the umask gave to the manifest.
             (temporary / STATE).chmod(os.fstat(manifest_file.fileno()).st_mode & 0o777)
-            manifest = Manifest(FORMAT, step, identity, size, checksum, str(torch.__version__), NUMERICS)
+            shares = () if collect is None else tuple(collect(temporary))
+            version = DIVIDED if shares else FORMAT
+            manifest = Manifest(version, step, identity, size, checksum, str(torch.__version__), NUMERICS, shares)
             manifest_file.write(seal(manifest, keys))
             manifest_file.flush()
             os.fsync(manifest_file.fileno())
@@ -393,18 +401,19 @@ def _is_valid(path: Path, step: int, identity: JobIdentity, keys: SigningKeys) -
     """Whether a directory is a checkpoint of this step of this job, byte for byte what was written."""
     try:
         manifest = _read_manifest(path, step, keys)
-        _verify_state(path, manifest)
+        _verify_content(path, manifest)
     except (OSError, ValueError):
         return False
     return identity.difference(manifest.identity) is None
 
 
 def looks_complete(path: Path, step: int, keys: SigningKeys = UNSIGNED) -> bool:
-    """Whether the manifest is sound and the state has its size: cheap enough to ask after every write."""
+    """Whether the manifest is sound and all files have their sizes: cheap enough to ask after every write."""
     try:
-        return (path / STATE).stat().st_size == _read_manifest(path, step, keys).state_size
+        _verify_sizes(path, _read_manifest(path, step, keys))
     except (OSError, ValueError):
         return False
+    return True
 
 
 def is_leftover(path: Path) -> bool:
@@ -421,11 +430,3 @@ def _abandoned(path: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise  # Without locks leftovers stay: ``_abandoned`` gets the same error.

@@ -16,6 +16,7 @@ coordinator counts its first one above what is in the directory), and that a ren
 from __future__ import annotations
 
 import errno
+import hashlib
 import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +28,7 @@ from virtualflow.protocol.lineage import is_possible
 from virtualflow.protocol.messages import NO_GENERATION, Generation
 
 _COMPLETE = re.compile(r"step-(\d{8,15})(?:\.(\d{1,13})\.(\d{1,16}))?")
-_HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
+_HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}(\.\d+)?")
 
 
 class Mark(NamedTuple):
@@ -139,6 +140,12 @@ def retained(steps: Sequence[int], keep: int, doubt: int) -> frozenset[int]:
 def hidden(directory: Path, step: int) -> Path:
     """A name that no reader counts, for what is not complete yet or not wanted any more."""
     return directory / f".step-{step:08d}.{secrets.token_hex(4)}"
+
+
+def hidden_share(directory: Path, mark: Mark, number: int) -> Path:
+    """Such a name that all who write shares of one checkpoint know."""
+    digits = hashlib.sha256(mark.name.encode()).hexdigest()[:8]
+    return directory / f".step-{mark.step:08d}.{digits}.{number}"
 
 
 def is_hidden(path: Path) -> bool:

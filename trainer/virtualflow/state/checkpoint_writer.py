@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import secrets
@@ -16,6 +17,8 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,20 @@ from safetensors import SafetensorError
 
 from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.messages import NO_GENERATION
+from virtualflow.protocol.messages import NO_GENERATION, Generation
 from virtualflow.protocol.settings import CHECKPOINT_KEEP
 from virtualflow.protocol.signatures import SigningKeys
 from virtualflow.state import checkpoint_format as files
 from virtualflow.state.checkpoint_format import JobIdentity
 from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, hidden, highest_fence, volume_error
+from virtualflow.state.checkpoint_shares import OwnShare, ShareFile, WrittenShare, collect_shares, write_share
 from virtualflow.state.codec import snapshot
+from virtualflow.state.sealed_manifest import UNSIGNED
 
+_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+"""Seconds between the first two looks for the shares of others, which double, and between the last ones."""
+_SEEN = 90.0
+"""Seconds until a share that is written is seen by others: network storage may keep names in mind for a minute."""
 _ADVICE = {
     errno.ENOSPC: "free some space there or use another --checkpoint-dir",
     errno.EDQUOT: "raise the quota, free some space there or use another --checkpoint-dir",
@@ -103,6 +112,18 @@ def _path(given: Path | str, what: str) -> Path:
     return path
 
 
+class WriterState(IntEnum):
+    """How it stands with what one worker was last to write."""
+
+    NONE = 0
+    """It writes nothing."""
+    DONE = 1
+    WRITING = 2
+    WAITING = 3
+    """Its own is written, and others' shares are not there yet."""
+    FAILED = 4
+
+
 class _Barred(Exception):
     """A checkpoint is not to appear any more; the message says why."""
 
@@ -124,7 +145,7 @@ class CheckpointWriter:
         clock: Callable[[], float],
         on_attempt: Callable[[int, str | None], None],
         doubt: int = 0,
-        keys: SigningKeys = files.UNSIGNED,
+        keys: SigningKeys = UNSIGNED,
     ) -> None:
         self.failure: str | None = None
         """Why the last write failed and what to do; None if it succeeded."""
@@ -147,6 +168,11 @@ class CheckpointWriter:
         self._attempted_step: int | None = None
         self._thread: threading.Thread | None = None
         self._tidy = False
+        self._share: WrittenShare | None = None
+        """Which this worker has written of a checkpoint that is divided."""
+        self._waits_in: Generation | None = None
+        """The generation for whose shares it waits."""
+        self._gives_up = threading.Event()
 
     def check_writable(self) -> None:
         """Make and try the directory, and remove what dead writers left, now or later.
@@ -178,35 +204,73 @@ class CheckpointWriter:
         seconds = self._policy.every_seconds
         return seconds is not None and self._clock() - self._attempted_at >= seconds
 
-    def save(self, step: int, tree: dict[str, Any]) -> bool:
+    def save(self, step: int, tree: dict[str, Any] | None, own: OwnShare | None = None) -> bool:
         """Copy the state and write it in the background; False, and skipped, while the last write goes on.
 
-        ConfigurationError if the state holds something that cannot be saved.
+        Args:
+            tree: the state, or what of it is in no share; ``None``: others write it.
+            own: this worker's share of it; ``None``: it is not divided.
+
+        Raises:
+            ConfigurationError: the state holds something that cannot be saved.
         """
         self._attempted_at = self._clock()
         if not self.flush(0.0):
-            self._on_event(
-                f"skipped the checkpoint of step {step}, because that of step {self._attempted_step} is "
-                "still being written; if this goes on, write them less often or to a faster disk"
-            )
+            self.skip(step)
             return False
         self._attempted_step = step
         copy, mark = snapshot(tree), Mark(self.generation, step)
+        arguments = (mark, copy, own and own.copy(), 0 if own is None else own.of)
+        self._gives_up.clear()
         # A daemon: a disk that hangs must not keep a worker from ending. Whoever wants the last write calls
         # flush().
-        self._thread = threading.Thread(target=self._write, args=(mark, copy), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         return True
 
-    def save_now(self, step: int, tree: dict[str, Any]) -> bool:
-        """Write the state before returning (after a write that is still going on); whether it succeeded."""
+    def skip(self, step: int) -> None:
+        """Write no checkpoint of a step, though one is due."""
+        self._attempted_at = self._clock()
+        self._on_event(
+            f"skipped the checkpoint of step {step}, because that of step {self._attempted_step} is "
+            "still being written; if this goes on, write them less often or to a faster disk"
+        )
+
+    def save_now(self, step: int, tree: dict[str, Any], shares: int = 0) -> bool:
+        """Write the state before returning (after a write that is still going on); whether it succeeded.
+
+        Args:
+            shares: how many workers have written the rest of it already.
+        """
         self.flush(None)
         if self.newest == step:
             return True
+        self._gives_up.clear()
         self._attempted_at = self._clock()
         self._attempted_step = step
-        self._write(Mark(self.generation, step), snapshot(tree))
+        self._write(Mark(self.generation, step), snapshot(tree), None, shares, _SEEN)
         return self.newest == step
+
+    def save_share_now(self, step: int, own: OwnShare) -> bool:
+        """Write this worker's share before returning; whether it succeeded."""
+        self.flush(None)
+        self._gives_up.clear()
+        self._attempted_step = step
+        self._write(Mark(self.generation, step), None, own.copy(), own.of)
+        return self.failure is None
+
+    def tell_state(self) -> WriterState:
+        """How it stands with the last write; one that waits for members of another generation is given up."""
+        if self._waits_in is not None and self._waits_in != self.generation:
+            self.give_up()
+            self.flush(None)
+        if self.flush(0.0):
+            return WriterState.DONE if self.failure is None else WriterState.FAILED
+        return WriterState.WRITING if self._waits_in is None else WriterState.WAITING
+
+    def give_up(self) -> None:
+        """Let the write that goes on wait no more for shares of others."""
+        self._gives_up.set()
 
     def flush(self, timeout: float | None) -> bool:
         """Wait for the write that is going on, at most ``timeout`` seconds; whether none goes on any more."""
@@ -217,7 +281,9 @@ class CheckpointWriter:
             self._thread = None
         return True
 
-    def _write(self, mark: Mark, tree: dict[str, Any]) -> None:
+    def _write(
+        self, mark: Mark, tree: dict[str, Any] | None, own: OwnShare | None, shares: int, patience: float | None = None
+    ) -> None:
         directory, step = self._policy.directory, mark.step
         failed_before = self.failure is not None
         barred = False
@@ -226,7 +292,12 @@ class CheckpointWriter:
             directory.mkdir(parents=True, exist_ok=True)
             if not self._tidy:
                 self._remove_leftovers()
-            files.write(directory, mark, tree, self._identity, lambda: self._allow(mark), self._keys)
+            if own is not None:
+                self._release_share()
+                self._share = write_share(directory, mark, own, self._keys)
+            if tree is not None:
+                collect = partial(self._collect, mark, shares, patience) if shares else None
+                files.write(directory, mark, tree, self._identity, lambda: self._allow(mark), self._keys, collect)
             failure = None
         except _Barred as error:
             barred, failure = True, f"the checkpoint of step {step} was not written to {directory}: {error}"
@@ -236,25 +307,45 @@ class CheckpointWriter:
                 f"the checkpoint of step {step} was not written to {directory} ({reason}): {advice}; the "
                 "older ones are intact, and the next one that is due tries again"
             )
-        except ConfigurationError as error:  # what is there cannot be listed
+        except ValueError as error:  # what is there cannot be listed, or a share is not what its writer said
             failure = (
                 f"the checkpoint of step {step} was not written: {error}; the older ones are intact, and the next one "
                 "that is due tries again"
             )
         finally:
+            self._waits_in = None
             if not barred:  # which is no trouble of the job's disk
                 self.failure = failure
-            if failure is None:
-                self.newest = step
-            else:
+            if failure is not None:
                 self._on_event(failure)
-            if not barred:
+            elif tree is not None:
+                self.newest = step
+            if not barred and (failure is not None or tree is not None):
                 self._on_attempt(step, failure)
-        if failure is not None:
+        if tree is not None:
+            self._release_share()
+        if failure is not None or tree is None:
             return
         if failed_before:
             self._on_event(f"checkpoints are written again: that of step {step} is complete")
         self._prune(mark)
+
+    def _collect(self, mark: Mark, shares: int, patience: float | None, into: Path) -> list[ShareFile]:
+        self._waits_in = mark.fence
+        limit, pause = math.inf if patience is None else self._clock() + patience, _PAUSE
+
+        def wait() -> None:
+            nonlocal pause
+            if self._gives_up.wait(pause) or self._clock() > limit:
+                raise _Barred("not all workers have written their shares of it")
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+        return collect_shares(self._policy.directory, into, mark, shares, wait, self._keys)
+
+    def _release_share(self) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.release()
 
     def _allow(self, mark: Mark) -> None:
         if self.trusted is not None and mark.step > self.trusted:

@@ -15,17 +15,19 @@ from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Genera
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, MAX_TEXT, STOP_GRACE
 from virtualflow.protocol.signatures import SigningKeys
 from virtualflow.state.checkpoint_format import (
-    UNSIGNED,
     FoundCheckpoint,
     JobIdentity,
     adopt,
     find_newest,
     load,
+    load_undivided,
     skipped,
 )
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark, VolumeFailure, complete, highest_fence, volume_error
-from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
+from virtualflow.state.checkpoint_shares import OwnShare, SavedPiece
+from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter, WriterState
 from virtualflow.state.memory_copies import MemoryCopies
+from virtualflow.state.sealed_manifest import UNSIGNED
 
 T = TypeVar("T")
 
@@ -73,6 +75,16 @@ class Checkpointable(Protocol):
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Put a captured state back."""
+
+
+class Divided(Checkpointable, Protocol):
+    """A training of which each worker has a share only."""
+
+    def capture_undivided(self) -> dict[str, Any]:
+        """Return what is the same on all workers, as it is now."""
+
+    def capture_share(self) -> OwnShare:
+        """Return what this worker has first, as it is now."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,9 @@ class Checkpointer:
         self._told: int | None = None
         self._found: FoundCheckpoint | None = None
         self._tree: dict[str, Any] | None = None
-        """Its state, once it has been read."""
+        """Its state, once it has been read,"""
+        self._pieces: list[SavedPiece] | None = None
+        """and what this worker is to keep, if it is divided and is to be."""
         self._generation = NO_GENERATION
         self._damaged: set[int] = set()
         """Steps of checkpoints whose state was not what was written."""
@@ -197,7 +211,7 @@ class Checkpointer:
 
     def enter(self, generation: Generation) -> None:
         self._generation = generation
-        self._found = None  # others may have begun from it
+        self._found = self._pieces = None  # others may have begun from it
         if self._writer is not None:
             self._writer.generation = generation
 
@@ -247,8 +261,11 @@ class Checkpointer:
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, volume.retry_most)
 
-    def read(self) -> bool:
+    def read(self, *, divided: bool = False) -> bool:
         """Begin from what :meth:`find` has found; whether it is what was written, which is told otherwise.
+
+        Args:
+            divided: whether what is in shares is left to :meth:`read_share`.
 
         Raises:
             ConfigurationError: it is another job's, or the checkpoint cannot be given this generation's number.
@@ -267,11 +284,53 @@ class Checkpointer:
             self._say(f"the checkpoint {path} is not there any more")
             return False
         try:
-            self._tree = load(found)
+            self._tree = load_undivided(found) if divided else load(found)
         except ValueError as error:
             self._say(skipped(found.path, error))
             return False
         return True
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether what was read is divided."""
+        return self._found is not None and self._copied < 0 and bool(self._found.shares)
+
+    def read_share(self, step: int, wanted: Sequence[tuple[str, int, int]]) -> bool:
+        """Read stretches of parameters from the checkpoint of that step which a member of this generation begins from.
+
+        Returns:
+            Whether they are what was written, which is told otherwise.
+
+        Raises:
+            ConfigurationError: there is no such checkpoint where this worker looks.
+        """
+        assert self._policy is not None
+        mark = Mark(self._generation, step)
+        path = self._policy.directory / mark.name
+
+        def find() -> FoundCheckpoint | None:
+            if not path.exists():
+                raise VolumeFailure(
+                    f"the checkpoint {path}, which others begin from, is not to be seen from this worker; give all "
+                    "workers a --checkpoint-dir on one volume that they share"
+                )
+            return find_newest(path.parent, self._say, self._identity, only=[mark], keys=self._keys)
+
+        found = self._persist(find)
+        if found is None:
+            return False
+        shares = found.open_shares
+        try:
+            self._pieces = [piece for stretch in wanted for piece in shares.read(*stretch)]
+        except ValueError as error:
+            self._say(skipped(found.path, error))
+            return False
+        return True
+
+    def take_share(self) -> list[SavedPiece] | None:
+        """What :meth:`read_share` has read; ``None``: nothing."""
+        pieces, self._pieces = self._pieces, None
+        return pieces
 
     def _adopt(self, found: FoundCheckpoint) -> FoundCheckpoint:
         try:
@@ -333,6 +392,70 @@ class Checkpointer:
         self._leave_if_fenced()
         if writer is not None and writer.due(step) and writer.save(step, training.capture()):
             self._saved_step = step
+
+    # --- together -----------------------------------------------------------------------------------------------------
+
+    def tell_state(self) -> WriterState:
+        """How it stands with what this worker was last to write of a checkpoint that is divided."""
+        return WriterState.NONE if self._writer is None else self._writer.tell_state()
+
+    def save_share(self, training: Divided, states: Sequence[WriterState], *, leads: bool) -> None:
+        """Write a share of a checkpoint behind the training's back, and who ``leads`` all else; or skip it.
+
+        Args:
+            states: how it stands with all workers; one that has failed is whom others wait for in vain.
+
+        Raises:
+            Evicted: the last one was not to appear, because a newer generation has gone on without this worker.
+        """
+        writer, step = self._writer, training.completed_steps
+        if leads:
+            self._tell_of_success()
+            self._leave_if_fenced()
+        if writer is None:
+            return
+        in_vain = {WriterState.FAILED, WriterState.NONE} & {*states}
+        if WriterState.WRITING in states or (WriterState.WAITING in states and not in_vain):
+            if leads:
+                writer.skip(step)
+            return
+        writer.give_up()
+        writer.flush(None)  # which does nothing but wait
+        if not leads:
+            self._complete = None, None  # of what was written since, others tell
+        if writer.save(step, training.capture_undivided() if leads else None, training.capture_share()) and leads:
+            self._saved_step = step
+
+    def is_saved(self, training: Checkpointable) -> bool:
+        """Whether there is nothing to write of the present step, or nobody to write it; what goes on is ended."""
+        if self._writer is not None:
+            self._writer.give_up()
+            self._writer.flush(None)
+        return self._writer is None or self._writer.newest == training.completed_steps
+
+    def save_share_now(self, training: Divided) -> bool:
+        """Write this worker's share of a checkpoint of the present step, and wait for it; whether it is written."""
+        writer = self._writer
+        return writer is not None and writer.save_share_now(training.completed_steps, training.capture_share())
+
+    def complete_now(self, training: Divided, shares: int) -> None:
+        """Write all else of a checkpoint whose shares are written, and wait for it.
+
+        Raises:
+            Evicted: it was not to appear, because a newer generation has gone on without this worker.
+        """
+        assert self._writer is not None
+        self._writer.save_now(training.completed_steps, training.capture_undivided(), shares)
+        self._saved_step = training.completed_steps
+        self._tell_of_success()
+        self._leave_if_fenced()
+
+    def give_up(self) -> None:
+        """A worker is lost: do not wait for its share."""
+        if self._writer is not None:
+            self._writer.give_up()
+
+    # --- for a worker that has all ------------------------------------------------------------------------------------
 
     def copy_if_due(self, training: Checkpointable, generation: Generation) -> None:
         """Send a copy of the state to the coordinator's memory when it is time; ``generation`` has no other member."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -28,10 +28,15 @@ def digest(state_dict: Mapping[str, Any]) -> str:
     An entry that is no tensor (``get_extra_state``) counts as the JSON of its canonical ``codec.flatten``, then its
     tensors.
     """
+    return digest_of(state_dict, state_dict.__getitem__)
+
+
+def digest_of(names: Iterable[str], read: Callable[[str], Any]) -> str:
+    """The same of entries that are read one after the other, so that they need not be there together."""
     digester = hashlib.sha256()
-    for name in sorted(state_dict):
+    for name in sorted(names):
         digester.update(name.encode())
-        value = state_dict[name]
+        value = read(name)
         if isinstance(value, Tensor):
             digester.update(_raw(value))
         else:
@@ -133,6 +138,12 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     ours, theirs = here.get("backward", "whole"), there.get("backward", "whole")
     if ours != theirs:
         return f"backward passes are {ours} here and {theirs} there (vf.elastic(backward=...) stays for a job's life)"
+    ours, theirs = (signature.get("reduce_dtype", "the parameters' types") for signature in (here, there))
+    if ours != theirs:
+        return (
+            f"gradients are summed in {ours} here and in {theirs} there (vf.elastic(reduce_dtype=...) stays for a "
+            "job's life)"
+        )
     ours, theirs = here.get("state", []), there.get("state", [])
     if ours != theirs:
         return f"state holds {', '.join(ours) or 'nothing'} here and {', '.join(theirs) or 'nothing'} there"

@@ -24,8 +24,9 @@ from virtualflow.protocol.http_api import CopyHeader
 from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec
-from virtualflow.state.checkpoint_format import FORMAT, JobIdentity, Manifest, seal, tell_other_versions, unseal
+from virtualflow.state.checkpoint_format import FORMAT, JobIdentity, Manifest, tell_other_versions, unseal
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
+from virtualflow.state.sealed_manifest import seal
 from virtualflow.transport import CopyClient
 
 logger = logging.getLogger("virtualflow.worker")
