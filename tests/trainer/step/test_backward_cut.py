@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,28 @@ def within(cut: BackwardCut, node: int, step: int) -> Iterator[None]:
 def cut_for(model: Net, backward: vf.PartialBackward, nodes: int = NODES) -> BackwardCut:
     names = {id(module): name for name, module in model.named_modules()}
     return BackwardCut(model, [(names[id(block)], block) for block in model.blocks], backward, nodes)
+
+
+def test_which_virtual_nodes_reach_what_follows_from_the_step() -> None:
+    cut = cut_for(build(), vf.PartialBackward((1, 0.5), full_every=4), nodes=4)
+    names, found = [name for name, _ in build().named_parameters()], {}
+    for step in (1, 2, 3, 4):
+        cut.begin(Attempt(step))
+        found[step] = cut.reach()
+    assert found[4] is None, "all passes are whole"
+    assert found[1] is found[3]
+    for step, deep in ((1, {1, 3}), (2, {0, 2})):
+        reach = dict(zip(names, found[step] or (), strict=True))
+        assert reach["stem.weight"] == reach["first.0.0.weight"] == reach["first.1.1.bias"] == deep
+        assert reach["first.2.0.weight"] == reach["between.weight"] == reach["head.bias"] == {0, 1, 2, 3}
+
+
+def test_work_is_by_blocks_until_they_were_measured() -> None:
+    cut = cut_for(build(), vf.PartialBackward((1, 0.5), rotate=False), nodes=4)
+    assert cut.work(range(4), 1) == pytest.approx(2 + 2 * 2 / 3)
+    cut.costs = replace(cut.costs, seconds=[(1e-3, 5e-3), (1e-3, 1e-3), (1e-3, 1e-3), (1e-3, 1e-3)])
+    assert cut.work(range(4), 1) == pytest.approx(2 + 2 * 0.5)
+    assert [one.cost for one in cut.classes()] == pytest.approx([1, 0.5])
 
 
 def batch(step: int, node: int, samples: int) -> Tensor:

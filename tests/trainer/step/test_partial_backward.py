@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,7 @@ import virtualflow as vf
 from tiers import examples
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import BackwardSpec, PassClass
-from virtualflow.step.partial_backward import WARM_UP, agreed, blocks_reached
+from virtualflow.step.partial_backward import WARM_UP, BlockCosts, agreed
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -65,7 +66,38 @@ def test_a_joiner_warms_up_with_the_longest_pass_that_it_will_have_to_run(
     [(1.0, 4, 4), (0.75, 4, 3), (0.25, 4, 1), (0.01, 4, 1), (0.5, 3, 2), (0.25, 3, 1), (0.99, 4, 4), (0.5, 1, 1)],
 )
 def test_a_fraction_is_the_nearest_number_of_blocks(fraction: float, blocks: int, reached: int) -> None:
-    assert blocks_reached(fraction, blocks) == reached
+    assert BlockCosts((1,) * blocks).reached(fraction) == reached
+
+
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 1_000))
+def test_blocks_that_are_alike_are_reached_by_their_number(fraction: float, blocks: int) -> None:
+    assert BlockCosts((1,) * blocks).reached(fraction) == max(1, math.floor(fraction * blocks + 0.5))
+
+
+@given(
+    st.lists(st.integers(0, 10**15), min_size=1, max_size=12).filter(any), st.integers(1, 10_000).map(lambda n: n / 1e4)
+)
+def test_no_other_end_of_a_pass_is_nearer_to_its_fraction(work: list[int], fraction: float) -> None:
+    costs = BlockCosts(tuple(work))
+    off = [abs(sum(work[-reached:]) / sum(work) - fraction) for reached in range(1, len(work) + 1)]
+    assert off[costs.reached(fraction) - 1] == pytest.approx(min(off), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("work", "ends", "costs"),
+    [
+        ((1, 1, 1, 1), [4, 3, 1], [1, 5 / 6, 1 / 2]),
+        ((4, 1, 1, 2), [4, 3, 2], [1, 2 / 3, 7 / 12]),
+        ((1, 1, 2, 8), [4, 1, 1], [1, 7 / 9, 7 / 9]),
+    ],
+    ids=["alike", "the first the largest", "the last the largest"],
+)
+def test_passes_of_uneven_blocks_end_and_cost_by_their_work(
+    work: tuple[int, ...], ends: list[int], costs: list[float]
+) -> None:
+    blocks = BlockCosts(work)
+    assert [blocks.reached(fraction) for fraction in (1, 0.67, 0.34)] == ends
+    assert [blocks.cost(fraction) for fraction in (1, 0.67, 0.34)] == pytest.approx(costs)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +114,8 @@ def test_a_fraction_is_the_nearest_number_of_blocks(fraction: float, blocks: int
         ({"scale": "median"}, 'scale is \'median\'; it must be "mean" or "sum"'),
         ({"full_every": 0}, "full_every is 0; it must be"),
         ({"full_every": 2.0}, "full_every is 2.0; it must be"),
+        ({"of": "flops"}, 'of is \'flops\'; it must be "blocks", "parameters", or an example'),
+        ({"of": None}, "of is None; it must be"),
     ],
     ids=str,
 )
@@ -116,9 +150,29 @@ def test_virtual_nodes_of_which_none_runs_a_whole_pass_are_refused() -> None:
 def test_whoever_assigns_virtual_nodes_knows_what_they_cost(
     backward: vf.PartialBackward, classes: tuple[PassClass, ...]
 ) -> None:
-    assert [(one.cost, one.reach) for one in backward.classes()] == [
+    assert [(one.cost, one.reach) for one in backward.classes(BlockCosts((1,) * 4))] == [
         (pytest.approx(one.cost), one.reach) for one in classes
     ]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "cost"),
+    [
+        pytest.param(1, 1.0, id="all"),
+        pytest.param(0.67, 0.75, id="without the first one, in which most is computed"),
+        pytest.param(0.34, 0.5, id="the last one"),
+    ],
+)
+def test_a_pass_costs_what_was_measured_of_its_blocks(fraction: float, cost: float) -> None:
+    costs = BlockCosts((1, 1, 1), [(2e-3, 3e-3), (1e-3, 3e-3), (0.5e-3, 2.5e-3)])
+    assert costs.cost(fraction) == pytest.approx(cost)
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), min_size=1, max_size=9))
+def test_no_pass_costs_more_than_a_whole_one(block_seconds: list[tuple[float, float]]) -> None:
+    costs = BlockCosts((1,) * len(block_seconds), block_seconds)
+    assert costs.cost(1) == 1
+    assert all(0 < costs.cost(fraction / 8) <= 1 for fraction in range(1, 8))
 
 
 TOLD = BackwardSpec((1.0, 0.5), full_every=4)
@@ -132,6 +186,11 @@ TOLD = BackwardSpec((1.0, 0.5), full_every=4)
             vf.PartialBackward([1, 0.5], full_every=4, blocks=["a", "b"]),
             vf.PartialBackward((1.0, 0.5), full_every=4, blocks=["a", "b"]),
             id="the same of named blocks",
+        ),
+        pytest.param(
+            vf.PartialBackward([1, 0.5], full_every=4, of="parameters"),
+            vf.PartialBackward((1.0, 0.5), full_every=4, of="parameters"),
+            id="the same of parameters",
         ),
     ],
 )

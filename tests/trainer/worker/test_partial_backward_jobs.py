@@ -140,3 +140,102 @@ def test_adapters_are_trained_as_the_job_says_and_a_small_device_runs_short_pass
     assert {result.digest for result in results.values()} == {reference.digest}
     assert results["worker-1"].more == (0, 6), "what takes most memory is assigned to the one that has it"
     assert results["worker-0"].more == (6, 12)
+
+
+def train_counted(backward: vf.PartialBackward | None, nodes: int, early: bool, sharded: bool) -> Trained:
+    """Equal blocks; counts what this worker sends from the second step on: in all, and of gradients.
+
+    Then what of these was foretold, and what was foretold for whole passes.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = TensorDataset(torch.randn(4 * nodes, 96, generator=torch.Generator().manual_seed(5)))
+    exchange = vf.Exchange("reduce-scatter", overlap=early, bucket_bytes=1 << 16)
+    before = sent = gradients = foretold = whole = 0
+    with vf.elastic(
+        model,
+        optimizer,
+        data,
+        batch_size=2 * nodes,
+        steps=7,
+        virtual_nodes=nodes,
+        backward=backward,
+        exchange=exchange,
+        shard_optimizer=sharded,
+    ) as run:
+        for step in run:
+            for (x,) in step:
+                (model(x) - x).square().mean().backward()
+            session, reducer = run._context.session, run._context.update.reducer
+            if session.communicator is not None and session.communicator.size > 1:
+                # Of the step before: its headers, its gradients, and the new values of a sharded optimizer.
+                if step.number == 2:
+                    before = session.communicator.traffic[0]
+                elif step.number > 2:
+                    gradients += sum(one.sent for one in reducer.passages())
+                    foretold += sum(one.moved(session.rank)[0] for one in reducer.schedule)
+                    whole += sum(one.moved(session.rank)[0] for one in reducer.schedule_if_whole())
+                    sent = session.communicator.traffic[0] - before
+    return trained(run, model, optimizer, more=(sent, gradients, foretold, whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "nodes", "fractions", "rotate", "early", "sharded", "most"),
+    [
+        pytest.param(3, 3, (1, 0.67, 0.34), True, False, False, 0.8, id="three workers"),
+        nightly(3, 3, (1, 0.67, 0.34), True, True, False, 0.8),
+        nightly(3, 12, (1, 0.67, 0.34), False, True, False, 0.8),
+        nightly(3, 3, (1, 0.67, 0.34), False, True, True, 0.9),
+        nightly(5, 10, (1, 0.25), True, False, False, 0.85),
+    ],
+)
+def test_what_no_pass_has_got_to_is_not_sent(
+    workers: int,
+    nodes: int,
+    fractions: tuple[float, ...],
+    rotate: bool,
+    early: bool,
+    sharded: bool,
+    most: float,
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    totals = []
+    for backward in (vf.PartialBackward(fractions, rotate), None):
+        reference = alone(train_counted, backward, nodes, early, sharded)
+        results = start_job(train_counted, backward, nodes, early, sharded, workers=workers).results()
+        assert {result.digest for result in results} == {reference.digest}
+        totals.append([sum(of_workers) for of_workers in zip(*(result.more for result in results), strict=True)])
+        assert all(result.more[1] == result.more[2] > 0 for result in results), "as foretold"
+    (sent, gradients, _, whole), (sent_whole, gradients_whole, _, _) = totals
+    assert gradients <= most * whole
+    if rotate:  # otherwise virtual nodes are assigned by what they cost, and not as those of whole passes
+        assert sent <= most * sent_whole, "headers and all"
+        assert whole == pytest.approx(gradients_whole, rel=0.001)
+
+
+def train_uneven(example: bool) -> Trained:
+    """Each layer half as wide as the one before: half of the layers are a small part of the work."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64 >> number, 32 >> number) for number in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    data = TensorDataset(torch.randn(48, 64, generator=torch.Generator().manual_seed(5)))
+    backward = vf.PartialBackward((1, 0.4), of=torch.zeros(1, 64)) if example else vf.PartialBackward((1, 0.4))
+    with vf.elastic(model, optimizer, data, batch_size=12, steps=6, virtual_nodes=6, backward=backward) as run:
+        for step in run:
+            for (x,) in step:
+                model(x).square().mean().backward()
+    cut = run._context.update.cut
+    assert cut is not None
+    return trained(run, model, optimizer, more=tuple(cut.cut(node, 2) for node in range(2)))
+
+
+@pytest.mark.slow
+def test_workers_end_passes_by_work_at_the_same_block(start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train_uneven, True)
+    assert reference.more == (-1, 1), "of 0.4 of the work, five of six layers, which are a fourth of it"
+    assert alone(train_uneven, False).more == (-1, 4)
+    assert alone(train_uneven, False).digest != reference.digest
+    results = start_job(train_uneven, True, workers=3).results()
+    assert {(result.digest, result.more) for result in results} == {(reference.digest, reference.more)}

@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import PassClass
+from virtualflow.reduction import Reach
 from virtualflow.state import StayingHook
+from virtualflow.step.block_work import work_of
 from virtualflow.step.part import Attempt, StepPart
-from virtualflow.step.partial_backward import PartialBackward, blocks_reached, cost_of
+from virtualflow.step.partial_backward import BlockCosts, PartialBackward
 
 WHOLE = -1
 """The level of what comes before the first block, and where a whole pass ends."""
@@ -38,7 +41,7 @@ class BackwardCut(StepPart):
         blocks: of it with their names, in the order in which they run.
 
     Raises:
-        ConfigurationError: fewer than two of the blocks have parameters.
+        ConfigurationError: fewer than two of the blocks have parameters, or their work cannot be counted.
     """
 
     def __init__(
@@ -55,7 +58,10 @@ class BackwardCut(StepPart):
         levels = _Levels(model, [block for _, block in blocks])
         self._named = [name for name, _ in model.named_parameters()]
         self._levels = [levels.parameters[id(parameter)] for parameter in model.parameters()]
+        self.costs = BlockCosts(work_of(model, [block for _, block in blocks], backward.of))
         self._step = 0
+        self._reaches: dict[tuple[int, ...], Reach | None] = {}
+        """For each set of passes what they reach."""
         self._cut = self._last_cut = WHOLE
         """The first level that the present virtual node's pass reaches, and the last one's."""
         self._former: list[bool] = []
@@ -74,7 +80,11 @@ class BackwardCut(StepPart):
 
     @property
     def description(self) -> str:
-        return self._backward.describe(self.names)
+        """What defines the result: where passes end, and not how that was found."""
+        alike = BlockCosts((1,) * len(self.names))
+        ends = [[costs.reached(fraction) for fraction in self._backward.fractions] for costs in (self.costs, alike)]
+        reached = f", the last {', '.join(map(str, ends[0]))}" if ends[0] != ends[1] else ""
+        return self._backward.describe(self.names) + reached
 
     def close(self) -> None:
         self.abandon()
@@ -89,11 +99,16 @@ class BackwardCut(StepPart):
 
     def cut(self, virtual_node: int, step: int) -> int:
         fraction = self._backward.fraction(step, virtual_node, self._virtual_nodes)
-        return WHOLE if fraction == 1 else len(self.names) - blocks_reached(fraction, len(self.names))
+        return WHOLE if fraction == 1 else len(self.names) - self.costs.reached(fraction)
 
     def work(self, virtual_nodes: Sequence[int], step: int) -> float:
         """How many virtual nodes with a whole pass compute as much as these."""
-        return sum(cost_of(self._backward.fraction(step, node, self._virtual_nodes)) for node in virtual_nodes)
+        fractions = (self._backward.fraction(step, node, self._virtual_nodes) for node in virtual_nodes)
+        return sum(map(self.costs.cost, fractions))
+
+    def classes(self) -> tuple[PassClass, ...]:
+        """What whoever assigns virtual nodes is to know."""
+        return self._backward.classes(self.costs)
 
     def factors(self, weights: Mapping[int, float]) -> dict[int, float]:
         """What makes of a mean over all virtual nodes that over those whose pass was to reach the parameter."""
@@ -110,6 +125,17 @@ class BackwardCut(StepPart):
             for place, level in enumerate(self._levels)
             if reached[level] not in (0, whole)
         }
+
+    def reach(self) -> Reach | None:
+        """For each parameter the virtual nodes whose pass may reach it in the present step; ``None``: all of all."""
+        cuts = tuple(self.cut(node, self._step) for node in range(self._virtual_nodes))
+        if cuts not in self._reaches:  # there are about as many as classes
+            levels = {
+                level: frozenset(node for node, cut in enumerate(cuts) if cut <= level) for level in set(self._levels)
+            }
+            whole = set(cuts) == {WHOLE}
+            self._reaches[cuts] = None if whole else tuple(levels[level] for level in self._levels)
+        return self._reaches[cuts]
 
     # --- a virtual node -----------------------------------------------------------------------------------------------
 

@@ -7,25 +7,24 @@ out.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.settings import MAX_CLASSES, BackwardSpec, PassClass, class_of
+from virtualflow.protocol.settings import MAX_CLASSES, BackwardSpec, PassClass, class_of, cost_of
 from virtualflow.protocol.wording import counted
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 Scale = Literal["mean", "sum"]
+Counted = Literal["blocks", "parameters"]
 
 WARM_UP = 0
 """In place of a step: what a joiner warms up with."""
-_FORWARD_SHARE = 1 / 3
-"""Of computing a virtual node, the forward pass: a backward pass multiplies twice as often."""
 
 
 @checked_class("vf.PartialBackward")
@@ -37,7 +36,8 @@ class PartialBackward:
 
     Args:
         fractions: of the model's blocks, those that a backward pass reaches, counted from the last one: one for each
-            class of virtual nodes. 1 is the whole pass, through everything in front of the blocks, too.
+            class of virtual nodes. A pass ends between two blocks, where it is nearest to the fraction; it reaches at
+            least one. 1 is the whole pass, through everything in front of the blocks, too.
         rotate: whether a virtual node has another class in every step, neighbours different ones, so that workers with
             as many virtual nodes as there are classes, or a multiple of it, have equal work. Otherwise the first
             virtual nodes have the first class for the job's life, and so on: whoever is assigned none of the first
@@ -48,6 +48,10 @@ class PartialBackward:
         blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
             ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children. Those without
             parameters do not count.
+        of: what fractions are of. ``"blocks"``: their number. ``"parameters"``: the elements of their parameters, as
+            the work of linear layers goes. An example of what the model is called with, as a tensor, a tuple of
+            arguments or a mapping of named ones: the operations of the blocks' matrix products and convolutions with
+            it, which are counted without computing anything. All three say the same of blocks that are alike.
 
     Raises:
         ConfigurationError: a value makes no sense.
@@ -58,6 +62,7 @@ class PartialBackward:
     scale: Scale = "mean"
     full_every: int | None = None
     blocks: Sequence[str | nn.Module] | None = None
+    of: Counted | Tensor | tuple[Any, ...] | Mapping[str, Any] = "blocks"
 
     def __post_init__(self) -> None:
         fractions: Any = self.fractions
@@ -72,6 +77,12 @@ class PartialBackward:
                 raise ConfigurationError(f"fractions has {fraction!r}; each must be above 0 and at most 1")
         if self.scale not in get_args(Scale):
             raise ConfigurationError(f'scale is {self.scale!r}; it must be "mean" or "sum"')
+        of: Any = self.of
+        if of not in get_args(Counted) if isinstance(of, str) else not _is_example(of):
+            raise ConfigurationError(
+                f'of is {of!r}; it must be "blocks", "parameters", or an example of what the model is called with: a '
+                "tensor, a tuple of arguments, or a dict of named ones"
+            )
         every: Any = self.full_every
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigurationError(f"full_every is {every!r}; it must be a whole number of steps, at least 1")
@@ -95,9 +106,9 @@ class PartialBackward:
         at = (virtual_node + step) % classes if self.rotate else class_of(virtual_node, virtual_nodes, classes)
         return float(self.fractions[at])
 
-    def classes(self) -> tuple[PassClass, ...]:
+    def classes(self, blocks: BlockCosts) -> tuple[PassClass, ...]:
         """What whoever assigns virtual nodes is to know: with ``rotate`` they are all alike, by and by."""
-        costs = [self._on_average(cost_of(fraction)) for fraction in self.fractions]
+        costs = [self._on_average(blocks.cost(fraction)) for fraction in self.fractions]
         if self.rotate:
             return (PassClass(sum(costs) / len(costs), 1.0),)
         longest = [1.0 if self.full_every is not None else float(fraction) for fraction in self.fractions]
@@ -130,13 +141,35 @@ class PartialBackward:
         return f"{rotating} fractions {fractions}{full}, {self.scale}{of}"
 
 
-def blocks_reached(fraction: float, blocks: int) -> int:
-    return max(1, math.floor(fraction * blocks + 0.5))
+@dataclass(frozen=True)
+class BlockCosts:
+    """What a model's blocks cost, in the order in which they run.
+
+    Args:
+        work: what fractions count of each, as whole numbers, since every worker must end its passes at the same block.
+        seconds: what the forward and the backward pass of each take, if that was measured. They end no pass elsewhere,
+            since they are others on each worker.
+    """
+
+    work: tuple[int, ...]
+    seconds: Sequence[tuple[float, float]] = ()
+
+    def reached(self, fraction: float) -> int:
+        """How many blocks a pass reaches: those whose work is nearest to that part of all, of two the more."""
+        until = list(accumulate(reversed(self.work), initial=0))
+        return max(1, sum(before + after <= 2 * fraction * until[-1] for before, after in pairwise(until)))
+
+    def cost(self, fraction: float) -> float:
+        """The computing of a virtual node with such a pass, as a share of a whole one's."""
+        reached = self.reached(fraction)
+        if not self.seconds:
+            return cost_of(sum(self.work[-reached:]) / sum(self.work))
+        forward, backward = map(sum, zip(*self.seconds, strict=True))
+        return (forward + sum(seconds for _, seconds in self.seconds[-reached:])) / (forward + backward)
 
 
-def cost_of(fraction: float) -> float:
-    """The computing of a virtual node whose pass reaches that part of the blocks, as a share of a whole one's."""
-    return _FORWARD_SHARE + (1 - _FORWARD_SHARE) * fraction
+def _is_example(of: Any) -> bool:
+    return isinstance(of, tuple | Mapping) or hasattr(of, "dtype")
 
 
 def agreed(said: PartialBackward | None, told: BackwardSpec | None) -> PartialBackward | None:
@@ -147,9 +180,10 @@ def agreed(said: PartialBackward | None, told: BackwardSpec | None) -> PartialBa
     """
     if told is None:
         return said
-    blocks = None if said is None else said.blocks
     scale: Scale = "mean" if told.scale == "Mean" else "sum"
-    of_job = PartialBackward(told.fractions, told.rotate, scale, told.full_every, blocks)
+    of_job = PartialBackward(told.fractions, told.rotate, scale, told.full_every)
+    if said is not None:  # only the script knows the model
+        of_job = replace(of_job, blocks=said.blocks, of=said.of)
     if said is not None and said.describe(()) != of_job.describe(()):
         raise ConfigurationError(
             f"the script says backward=[{said.describe(())}] and the job's spec.backward [{of_job.describe(())}]; "
