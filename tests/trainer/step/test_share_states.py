@@ -19,6 +19,7 @@ from virtualflow.state import Optimizers, digests
 from virtualflow.step.elementwise import grains_of
 from virtualflow.step.sharded_optimizer import row_of
 from virtualflow.step.share_states import ShareStates
+from virtualflow.step.sliced_values import in_memory
 
 SHAPES = ((5,), (20, 37), (), (0, 3), (40,), (16, 4))
 UNIT = 16
@@ -64,7 +65,8 @@ class Worker:
             if gradient is not None:
                 whole = self.row.is_whole(piece)
                 mine = gradient if whole else gradient.view(-1)[piece.begin : piece.end]
-                pieces[self.kept.open(piece)] = piece, mine
+                value = in_memory(self.parameters[piece.place].detach())[piece.begin : piece.end]
+                pieces[self.kept.open(piece, value)] = piece, mine
         self.kept.step(pieces)
 
     def digest(self) -> tuple[str, str]:

@@ -107,11 +107,12 @@ class Worker:
             computes=(),
             virtual_nodes=NODES,
             ranges=(range(NODES),),
+            workers=1,
         )
         session: Any = SimpleNamespace(
             state=self.state, reserve=Reserve(), say_entered=lambda **_: None, check=lambda: None
         )
-        checkpointer: Any = SimpleNamespace(enter=lambda _: None)
+        checkpointer: Any = SimpleNamespace(enter=lambda _: None, take_share=lambda: None, give_up=lambda: None)
         stopwatch: Any = SimpleNamespace(repeat=lambda _: None)
         self.membership = Membership(session, self.training, checkpointer, signature or {}, stopwatch)
         self.holdings: tuple[Sequence[int], ...] = (range(NODES),)
@@ -121,7 +122,7 @@ class Worker:
         """Come to one state with the other members, and learn what to compute."""
         ranges = tuple(member.virtual_nodes for member in seat.plan.members)
         repair = self.membership._synchronize(seat)  # type: ignore[arg-type]
-        self.state.ranges = ranges
+        self.state.ranges, self.state.workers = ranges, len(ranges)
         self.repairs = repair is not None
         self.holdings = ranges if repair is None else repair.holdings
         self.state.computes = ranges[seat.rank] if repair is None else repair.computes[seat.rank]

@@ -1,8 +1,12 @@
-"""Statistical jobs with a sharded optimizer: all end with one model, which is a bitwise job's but for rounding."""
+"""Statistical jobs with a sharded optimizer, or with parameters that are divided, too.
+
+All workers end with one model, which is a bitwise job's but for rounding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from broken_collectives import HASTY, break_collective
 from elastic_jobs import BEGUN_EARLY, EXCHANGE, ElasticJob, Trained, alone, die_here, trained
+from injected import injected
 from test_statistical import BATCH, NODES, STEPS, assert_close, check_audit, data, growing_at_once, model_of
 
 import virtualflow as vf
-from tiers import nightly
+from tiers import nightly, slow
 from virtualflow.protocol.settings import ENV_AUDIT_DIR, ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS
+from virtualflow.state import find_by_path, load
 
 StartJob = Callable[..., ElasticJob]
 
@@ -39,6 +45,8 @@ def train(clip: float | None, victim: str = "", **options: Any) -> Trained:
                     die_here(victim)
             told.append((step.metrics["loss"],))
             kept.append(len(optimizer.state))
+        if "shard" in options:  # no worker has the weights
+            return Trained(run._context.training.digest, "", told, {"weights": {}, "sizes": sizes})
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     moments = {names[parameter]: state["exp_avg_sq"].clone() for parameter, state in optimizer.state.items()}
@@ -130,3 +138,37 @@ def test_after_the_loss_of_all_other_workers_resume_from_the_checkpoint(tmp_path
     for _ in range(4):
         job.start_worker()
     check(job.results(), None)
+
+
+def divided(clip: float | None, victim: str = "") -> Trained:
+    with growing_at_once(), injected(reduction={"norm_block": 4, "bucket": 256}):
+        return train(clip, victim, reproducibility="statistical", shard="parameters")
+
+
+@pytest.mark.parametrize(
+    ("workers", "clip", "changes"),
+    [slow(2, 0.5, False), (3, 0.5, True), nightly(1, None, False), nightly(5, None, True)],
+)
+def test_divided_parameters_are_those_of_a_bitwise_job_but_for_rounding(
+    workers: int, clip: float | None, changes: bool, tmp_path: Path, start_job: StartJob
+) -> None:
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_AUDIT_DIR: str(tmp_path / "audit")}
+    victim = "worker-1" if changes else ""
+    job = start_job(divided, clip, victim, workers=workers, hold=2 * changes, environment=environment)
+    if changes:
+        job.reach(3)
+        job.join()
+        job.reach(6)
+        job.drain("worker-0")
+        job.reach(8)
+    results = job.results()
+    assert len({result.digest for result in results}) == 1
+    reference = alone(train, clip)
+    for result in results:
+        assert_close(result, replace(reference, more={"weights": {}}))
+        assert max(result.more["sizes"]) > BATCH // NODES, "virtual nodes were put together"
+    found = find_by_path(tmp_path / "checkpoints", print)
+    assert found is not None
+    for name, value in load(found)["parameters"].items():
+        torch.testing.assert_close(value, reference.more["weights"][name], rtol=1e-9, atol=1e-12)
+    check_audit(tmp_path / "audit")

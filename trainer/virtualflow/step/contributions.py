@@ -12,7 +12,17 @@ from operator import or_
 from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.reduction import Accumulator, Early, Offload, Parts, Settled, Summation, Tensors, separate
+from virtualflow.reduction import (
+    Accumulator,
+    Early,
+    Offload,
+    Parts,
+    Precision,
+    Settled,
+    Summation,
+    Tensors,
+    separate,
+)
 from virtualflow.step.buffers import SUMMED_AS, BufferTracker
 from virtualflow.step.header import NodeRecord, Schema
 
@@ -171,13 +181,15 @@ class Contributions:
         return parts
 
 
-def take_gradients(named: Sequence[tuple[str, nn.Parameter]], settled: Settled) -> tuple[Tensors, list[bool]]:
+def take_gradients(
+    named: Sequence[tuple[str, nn.Parameter]], settled: Settled, precision: Precision
+) -> tuple[Tensors, list[bool]]:
     """Take a virtual node's gradients out of the model, so that autograd makes new tensors for the next one.
 
     Every gradient that is there counts, also that of a parameter that the script has frozen since its backward pass.
 
     Returns:
-        What is still to be added up, and at which places the virtual node had a gradient.
+        What is still to be added up, in the types of its sums, and at which places the virtual node had a gradient.
     """
     gradients: Tensors = [parameter.grad for _, parameter in named]
     given = [gradient is not None for gradient in gradients]
@@ -198,4 +210,6 @@ def take_gradients(named: Sequence[tuple[str, nn.Parameter]], settled: Settled) 
             )
         if gradient.requires_grad:  # after create_graph=True
             gradients[place] = gradient.detach()
-    return separate(gradients), given
+    apart = separate(gradients)
+    gradients.clear()  # which would keep what is cast
+    return precision.cast_all(apart), given

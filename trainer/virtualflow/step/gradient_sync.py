@@ -37,6 +37,7 @@ from virtualflow.step.header import (
     read_weights,
 )
 from virtualflow.step.part import StepPart
+from virtualflow.step.sharded_parameters import ShardedParameters
 from virtualflow.step.spot_checker import Doubted, SpotChecker
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives, as_bytes, gather_bytes
@@ -89,6 +90,8 @@ class GradientSync:
         """What says something in the step header."""
         self.cut: BackwardCut | None = None
         """How far each backward pass goes; ``None``: all are whole."""
+        self.sharded: ShardedParameters | None = None
+        """Takes gradients where parameters are divided; ``None``: every worker has all of them."""
         self._named = list(model.named_parameters())
         self.switches, self.modes = Switches(self._named), Modes(model)
         self._parameters = list(model.parameters())
@@ -98,13 +101,18 @@ class GradientSync:
         self._settings = settings
         self._micro_batch = self.unit = micro_batch
         """The unit: samples of a contribution whose weight is 1; the same on all workers."""
-        size = sum(parameter.nbytes for parameter in self._parameters)
+        self.templates = [summation.precision.template(parameter) for parameter in self._parameters]
+        """Of the sums of each parameter's gradients: one tensor with its shape, dtype and device."""
+        self.widens = any(of.dtype != p.dtype for of, p in zip(self.templates, self._parameters, strict=True))
+        """Whether gradients are summed up in wider types than they have."""
+        size = sum(template.numel() * template.itemsize for template in self.templates)
         self.offload = plan_offload(device_of(model), size, settings)
         """Where sums wait that are too many for the device."""
         self._order: Sequence[int] = ()
         """The virtual nodes that the present attempt computes, one after the other."""
         self._taken = 0
-        self._reducer, self._overlap = reducer, Overlap(self._parameters, reducer, settings)
+        self._reducer = reducer
+        self._overlap = Overlap(self._parameters, self.templates, reducer, settings)
         self._late = False
         self.forget_contributions()
         self._planned: int | None = None
@@ -150,6 +158,9 @@ class GradientSync:
 
     def expect(self, samples: int, virtual_nodes: int = 1) -> None:
         """A micro-batch of this worker is about to run, not its last: gradients may be added up as they come."""
+        if self._divided is not None:
+            self._divided.expect(self._order[self._taken], samples / self.unit)
+            return
         if not self._overlap.one_by_one:
             return
         node = self._order[self._taken]
@@ -169,6 +180,9 @@ class GradientSync:
         Args:
             of_step: those of the whole global batch, ``None`` where only the headers will tell.
         """
+        if self._divided is not None:
+            self.expect(samples, virtual_nodes)
+            return
         node = self._order[self._taken]
         self._promised = None if of_step is None or self._open else self.unit / of_step
         self._overlap.watch_last(
@@ -180,17 +194,22 @@ class GradientSync:
             weight=samples / self.unit,
             scale=self._promised,
             plain=self._is_checked(node),
+            reach=None if self.cut is None else self.cut.reach(),
         )
 
     def weigh(self, weight: float) -> None:
         """The script has said what the virtual node that runs counts by, in place of its samples."""
-        narrow = next((name for name, p in self._named if p.dtype is torch.float16 and p.requires_grad), None)
+        sums = zip(self._named, self.templates, strict=True)
+        narrow = next((name for (name, p), of in sums if of.dtype is torch.float16 and p.requires_grad), None)
         if narrow is not None:
             raise ConfigurationError(
                 f"parameter {narrow} is of torch.float16, in which a gradient that counts by tokens overflows; keep "
-                "parameters in float32 (with autocast and a scaler) or in bfloat16"
+                "parameters in float32 (with autocast and a scaler) or in bfloat16, or pass "
+                "reduce_dtype=torch.float32 to vf.elastic"
             )
         self._overlap.weigh(weight / self.unit)
+        if self._divided is not None:
+            self._divided.weigh(weight / self.unit)
 
     def _is_checked(self, node: int) -> bool:
         check = None if self._spot_checker is None else self._spot_checker.check
@@ -201,11 +220,16 @@ class GradientSync:
         self._late = True
 
     @property
+    def _divided(self) -> ShardedParameters | None:
+        """What takes gradients, in a generation in which parameters are divided."""
+        return self.sharded if self.sharded is not None and self.sharded.active else None
+
+    @property
     def begun(self) -> bool:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 return True
-        return self._overlap.begun
+        return self._overlap.begun or (self._divided is not None and self._divided.begun)
 
     def take(
         self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1, weight: float | None = None
@@ -221,13 +245,16 @@ class GradientSync:
         Raises:
             AttemptSpoiled: the script has looked at gradients that were gone, or changed them.
         """
+        divided = None if self._divided is None else self._divided.settle()
         settled = self._overlap.settle() if self._overlap.running else _UNTOUCHED
         record = self.collect(samples, metrics, virtual_nodes, weight)
-        gradients, given = take_gradients(self._named, settled)
+        gradients, given = take_gradients(self._named, settled, self._summation.precision)
         # Behind them: each parameter has just been touched, so it costs no second walk through memory.
         record.switched = self.switches.put_back()
         if self.cut is not None:
             self.cut.check(given)
+        if divided is not None:
+            given = divided
         node, factor = self._order[self._taken], (samples if weight is None else weight) / self.unit
         self._contributions.add(node, record, gradients, given, factor, settled.added)
         if settled.sent:
@@ -268,8 +295,10 @@ class GradientSync:
         self._buffers.restore()
 
     def abandon(self, *, keep: bool = False) -> None:
-        keep = keep and not self._overlap.torn
+        keep = keep and not self._overlap.torn and self._divided is None
         self._overlap.abandon()
+        if self.sharded is not None:
+            self.sharded.abandon()
         if self._buffers.begun:
             self.discard()
         # Others may not have got as far: a header's size must not depend on how far an attempt came before it broke.
@@ -306,25 +335,30 @@ class GradientSync:
         count = len(self._parameters)
         scale = self.unit / math.fsum(weights)
         steady = all(header.steady for header in headers)
-        if not repairs:  # in which some may have computed nothing that would tell
+        if not repairs and self._divided is None:  # in which some may have computed nothing that would tell
             self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
         if not any(present[:count]):
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step, "
                 "before the next one is asked for (list(step) and prefetchers ask for all of them first)"
             )
-        begun = self._overlap.places
+        divided = self._divided
+        begun = self._overlap.places if divided is None else range(count)
         factors = {} if self.cut is None else self.cut.factors(_by_node(weights, holdings))
         as_promised = self._promised is None or self._promised == scale
-        early = self._await_early(scale, steady and as_promised, present, portion, factors)
+        if divided is None:
+            early = self._await_early(scale, steady and as_promised, present, portion, factors)
+        else:
+            early = divided.results(present[:count], scale, [len(header.weights) for header in headers])
         sums = [t.to(SUMMED_AS.get(t.dtype, t.dtype)) for t in self._buffers.templates(self.schema.averaged)]
         reduced = self._reducer.reduce(
             communicator,
             holdings,
             self._contributions.parts(self.schema, self.unit),
-            templates=[*self._parameters, *sums],
+            templates=[*self.templates, *sums],
             present=[there and place not in begun for place, there in enumerate(present)],
             scale=scale,
+            reach=None if self.cut is None else self.cut.reach(),
         )
         self._reducer.multiply({n: t for n, t in enumerate(reduced[:count]) if t is not None}, factors)
         for place, tensor in early.items():

@@ -51,6 +51,7 @@ class Guard(StepPart):
     Args:
         travels: whether a joiner gets an object's state, so that the script may step it between two steps.
         sharded: whether each worker keeps a share of the optimizer only.
+        divided: whether each worker keeps a share of the parameters only, which are nothing that a script could change.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class Guard(StepPart):
         travels: Callable[[object], bool],
         schedulers: Sequence[Any],
         sharded: bool,
+        divided: bool,
         settings: GuardSettings,
         warn: Callable[[str], None],
     ) -> None:
         self._model = model
-        named = list(model.named_parameters())
+        named = [] if divided else list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
         self._optimizer, self._travels = optimizer, travels
         self._optimizers = optimizers_of(optimizer)
@@ -122,7 +124,7 @@ class Guard(StepPart):
         self._refuse_change(_BETWEEN_NODES)
         self.forget()
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         """The state may be a donor's."""
         self.forget()
 

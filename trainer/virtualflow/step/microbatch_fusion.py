@@ -147,7 +147,7 @@ class MicrobatchFusion(StepPart):
         self._tuner = Tuner(cap)
         self._gauge = MemoryGauge(device_of(model))
         self._micro_batch = micro_batch
-        self._assigned = range(0)
+        self._assigned: Sequence[int] = range(0)
         self._began = 0.0
         self._samples = 0
         self._ghost = GhostBatchNorm(model) if batch_norm == "virtual-node" and cap != 1 else None
@@ -157,7 +157,7 @@ class MicrobatchFusion(StepPart):
     def width(self) -> int:
         return self._tuner.width
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         self._assigned = assigned
         self._tuner.assign(len(assigned))
 

@@ -7,16 +7,18 @@ back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from virtualflow.reduction import HostMemory, Tensors, block_norms, clip_by_norm, total_norm
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import optimizers_of
 from virtualflow.step.gradient_sync import Portion
+from virtualflow.step.meta_parameters import MetaModel
 from virtualflow.step.partial_step import StepInPortions, is_separable
 from virtualflow.step.placement import DevicePlacement, HostPlacement, OptimizerPlacement
 from virtualflow.step.sharded_optimizer import Shards
@@ -36,6 +38,14 @@ class OptimizerOptions:
     clip_value: float | None = None
     shard_copies: int = 0
     """How many workers keep each share of its state; 0: it is not sharded, and every worker keeps all of it."""
+    alike: bool = True
+    """Whether all workers step to the same bits."""
+    shards_values: bool = False
+    """Whether a worker keeps only the values of its share, too."""
+    meta: MetaModel | None = None
+    """Makes parameters that have no values yet; ``None``: all have."""
+    averages: Mapping[str, AveragedModel] = field(default_factory=dict)
+    """Of the weights, by name, which are divided where these are."""
     host: HostMemory | None = None
     """In which the optimizer steps; ``None``: on the device of its parameters."""
 
@@ -65,6 +75,10 @@ class OptimizerStep:
                 reduction=reduction,
                 placement=self._placement,
                 copies=options.shard_copies,
+                alike=options.alike,
+                names=[name for name, _ in model.named_parameters()] if options.shards_values else None,
+                meta=options.meta,
+                averages=options.averages,
             )
 
     @property
@@ -90,7 +104,7 @@ class OptimizerStep:
             portions = self.in_portions = self.in_portions or StepInPortions(self._wanted.optimizer)
 
             def work(parameters: Sequence[nn.Parameter]) -> None:
-                portions.step(parameters, [given[parameter] for parameter in parameters])
+                portions.step(parameters, [given[parameter].to(parameter.dtype) for parameter in parameters])
 
             self._placement.visit(list(given), work, at_once=False)
 
@@ -106,6 +120,10 @@ class OptimizerStep:
             self._placement.await_gradients()
         if wanted.scaler is None and self._clips:
             self._clip(list(given.values()))
+        for place, parameter in enumerate(self._parameters):
+            gradient = given.get(parameter)
+            if gradient is not None and gradient.dtype != parameter.dtype:  # where sums are wider
+                given[parameter] = gradients[place] = gradient.to(parameter.dtype)
 
         def work(parameters: Sequence[nn.Parameter]) -> None:
             for parameter in parameters:
@@ -144,8 +162,10 @@ class OptimizerStep:
         """The step counts: leave the gradients for the user to look at, if they are on the device."""
         shows = self._placement.shows_gradients
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            whole = gradient is not None and gradient.shape == parameter.shape  # and not what its keeper has of it
-            parameter.grad = gradient if shows and whole else None
+            parameter.grad = None
+            # And not what its keeper has of it.
+            if shows and gradient is not None and gradient.shape == parameter.shape:
+                parameter.grad = gradient.to(parameter.dtype)
         self.in_portions = None
 
     def schedule(self, epoch_ends: bool) -> None:

@@ -76,7 +76,7 @@ class AfterScript(Protocol):
 class StepPart:
     """Takes part in each step. What a class does not override is never called."""
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         """A generation is entered: other virtual nodes are assigned to this worker, its state may be a donor's."""
 
     def begin(self, attempt: Attempt) -> None:
@@ -125,7 +125,7 @@ class Parts:
 
     def __init__(self, parts: Sequence[StepPart]) -> None:
         self.all = tuple(parts)
-        self.enter: Sequence[Callable[[range], None]] = _having(parts, StepPart.enter)
+        self.enter: Sequence[Callable[[Sequence[int]], None]] = _having(parts, StepPart.enter)
         self.begin: Sequence[Moment] = _having(parts, StepPart.begin)
         self.before_node: Sequence[Moment] = _having(parts, StepPart.before_node)
         self.before_pass: Sequence[Moment] = _having(parts, StepPart.before_pass)

@@ -3,21 +3,25 @@
 All parameters stand in a row that is cut into equal shares, and a share has two keepers or one
 (``reduction.ownership``).
 A step has a point of no return. The reduced gradient of each parameter comes to those who keep any of it. When all have
-theirs, they say so to one another, and whoever has heard it from everybody steps its share and sends the new values
-round. Before that point nobody has stepped, so the attempt can be repeated. After it every worker has what it needs
-for its share, so whoever is left can step it, too: the step counts if only one of them got beyond the point
-(``worker.resharding``), and of two keepers one may be lost at any time. With the only one, the present state is lost.
+theirs, they say so to one another, and whoever has heard it from everybody steps its share and sends the new values to
+those who do not keep it. Before that point nobody has stepped, so the attempt can be repeated. After it every worker
+has what it needs for its share, so whoever is left can step it, too: the step counts if only one of them got beyond the
+point (``worker.resharding``), and of two keepers one may be lost at any time. With the only one, the present state is
+lost.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from virtualflow.reduction import (
     Move,
@@ -31,17 +35,26 @@ from virtualflow.reduction import (
     clip_by_norm,
     count_blocks,
     intersection,
+    plan_moves,
     share_row,
     total_norm,
     union,
 )
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state import Moving, codec, transfer
+from virtualflow.state import Moving, OwnShare, SavedPiece, codec, transfer
+from virtualflow.step.divided_averages import DividedAverage
 from virtualflow.step.elementwise import cut_unit, grains_of
+from virtualflow.step.meta_parameters import MetaModel
 from virtualflow.step.placement import OptimizerPlacement
-from virtualflow.step.share_states import ShareStates, flat
+from virtualflow.step.share_states import ShareStates
+from virtualflow.step.sliced_values import SlicedValues, in_memory
 from virtualflow.step.state_watch import KeptPart, bytes_of_state
 from virtualflow.transport import Collectives, Message, Pending
+
+_NOTHING: Mapping[str, AveragedModel] = MappingProxyType({})
+_BYTE = torch.zeros(1, dtype=torch.uint8)
+_STEPPED = 3
+"""What the values and states of a stepped parameter take, in sizes of it: those of Adam, and most have fewer."""
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -60,6 +73,8 @@ class Holding(msgspec.Struct, frozen=True):
     knows neither infinity nor NaN."""
     finishing: bool
     """The training is over, and the leader is to have the whole state."""
+    averaged: tuple[int, ...] = ()
+    """Of each average of weights that is divided, how many updates its slices have seen."""
 
 
 class Shards:
@@ -72,6 +87,10 @@ class Shards:
         clip_value: the most that each of its elements may be.
         reduction: how new values travel, and of what a norm is made.
         copies: how many workers keep each share: 1 or 2.
+        alike: whether both keepers step a share to the same bits, so that neither has to send the other its values.
+        names: the parameters' where each worker keeps only the values of its share, too; ``None``: it has all values.
+        meta: see :class:`~virtualflow.step.sliced_values.SlicedValues`.
+        averages: of the model's weights, by name, to be divided as these are.
     """
 
     def __init__(
@@ -84,6 +103,10 @@ class Shards:
         reduction: ReductionSettings,
         placement: OptimizerPlacement,
         copies: int,
+        alike: bool = True,
+        names: Sequence[str] | None = None,
+        meta: MetaModel | None = None,
+        averages: Mapping[str, AveragedModel] = _NOTHING,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
@@ -91,11 +114,21 @@ class Shards:
         self._clip_value = clip_value
         self._settings = reduction
         self._placement = placement
-        self._copies = copies
-        self.row = row_of(parameters, optimizer, reduction.norm_block)
-        self._kept = ShareStates(
-            optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block, placement.device)
-        )
+        self._copies, self._alike = copies, alike
+        unmade = frozenset[int]() if meta is None else meta.places
+        self.row = row_of(parameters, optimizer, reduction.norm_block, unmade, values=names is not None)
+        self._run = reduction.bucket * (1 if names is None else _STEPPED)
+        self._names = names or ()
+        self.sliced = None if names is None else SlicedValues(names, parameters, self.row, meta)
+        """The values of the share; ``None``: all values are here."""
+        self.averages: list[DividedAverage] = []
+        if self.sliced is not None:
+            made = partial(DividedAverage, row=self.row, current=self.sliced, pieces=lambda: self._my_pieces)
+            self.averages = [made(name, average) for name, average in averages.items()]
+        self._divided = [] if self.sliced is None else [self.sliced, *(each.values for each in self.averages)]
+        """The values that are divided, those of the model first."""
+        grains = grains_of(parameters, optimizer, reduction.norm_block, placement.device)
+        self._kept = ShareStates(optimizer, parameters, self.row, grains)
         self.values: Spans = self.row.all
         """Of what the values are here, for the last step that counts."""
         self.finishing = False
@@ -114,6 +147,16 @@ class Shards:
         """Of what the optimizer's states are here, for the last step that counts."""
         return self._kept.spans
 
+    @property
+    def states_here(self) -> Iterator[Mapping[str, Any]]:
+        """These states, one of each parameter or slice."""
+        return self._kept.here()
+
+    @property
+    def portion(self) -> float:
+        """How much of all is kept here, from 0 to 1."""
+        return sum(end - begin for begin, end in self.mine) / max(1, self.row.offsets[-1])
+
     def enter(self, rank: int, size: int) -> None:
         self.shares, self._rank = self.cut_for(size), rank
         self.mine = self.shares.kept(rank)
@@ -129,7 +172,7 @@ class Shards:
 
     def cut_for(self, members: int) -> Shares:
         """The shares of a generation of so many members."""
-        return share_row(self.row, members, self._copies, self._settings.bucket)
+        return share_row(self.row, members, self._copies, self._run)
 
     def tell(self) -> Holding:
         return Holding(
@@ -139,6 +182,7 @@ class Shards:
             self._decided,
             None if self._norm is None else self._norm.hex(),
             self.finishing,
+            tuple(average.made for average in self.averages),
         )
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -218,8 +262,10 @@ class Shards:
             given = [gradient for gradient in self._gradients if gradient is not None]
             clip_by_norm(given, self._clip_norm, torch.tensor(known, dtype=torch.float64))
         self._kept.keep(self.mine)
+        for values in self._divided:
+            values.keep(self.mine)
         gradients = self._gradients_of([piece for piece in self._my_pieces if self._present[piece.place]])
-        opened = {self._kept.open(piece): (piece, gradient) for piece, gradient in gradients.items()}
+        opened = {self._kept.open(piece, self._value(piece)): (piece, of) for piece, of in gradients.items()}
 
         def work(parameters: Sequence[nn.Parameter]) -> None:
             self._kept.step({parameter: opened[parameter] for parameter in parameters})
@@ -230,32 +276,47 @@ class Shards:
         self._stepped = True
 
     def spread(self, collectives: Collectives) -> None:
-        """Send the new values of the share round, and take those of the others as they come.
+        """Send the new values of the share to whoever has not stepped them, and take others' as they come.
+
+        Keepers of one share send each other a byte instead. So whoever comes to the end of a step knows that all others
+        have got beyond its point of no return, and need nothing of it that is forgotten then.
 
         Raises:
             CommunicatorBroken: some have not come; ``values`` says which are here.
         """
-        shares = [self._sent_by(rank) for rank in range(collectives.size)]
+        rank, size = collectives.rank, collectives.size
+        shares = [self._sent_by(member) for member in range(size)]
         longest = max(sum(map(self._size, share)) for share in shares)
         if longest == 0:
             return
-        own = [as_raw(self._value(piece).cpu().contiguous()) for piece in shares[collectives.rank]]
-        sent = torch.cat([*own, torch.zeros(longest - sum(map(len, own)), dtype=torch.uint8)])
-        writers = [_ShareWriter(map(self._value, share)) for share in shares]
+        steppers = min(self._copies, size) if self._alike else 1  # of a share: its first keeper, and who is behind that
+        own = torch.cat([as_raw(self._value(piece).cpu().contiguous()) for piece in shares[rank]] or [_BYTE])
+        sends, lengths, writers = dict[int, Tensor](), dict[int, int](), dict[int, _ShareWriter]()
+        for peer in (peer for peer in range(size) if peer != rank):
+            sends[peer] = own if (peer - rank) % size >= steppers else _BYTE
+            comes = shares[peer] if (rank - peer) % size >= steppers else []
+            lengths[peer] = max(len(_BYTE), sum(map(self._size, comes)))
+            writers[peer] = _ShareWriter(map(self._value, comes))
         unit = self._settings.alignment
-        length = -(-self._settings.bucket // (collectives.size * unit)) * unit
-        arriving: tuple[Tensor, Pending] | None = None
+        length = -(-self._settings.bucket // (size * unit)) * unit
+        arriving: tuple[dict[int, Tensor], Pending] | None = None
         for begin in [*range(0, longest, length), longest]:
             following = None
             if begin < longest:
-                stretch = sent[begin : begin + length]
-                rows = torch.empty((collectives.size, len(stretch)), dtype=torch.uint8)
-                following = rows, collectives.start_all_gather(rows.view(-1), stretch)
+                rows = {
+                    peer: torch.empty(max(0, min(length, whole - begin)), dtype=torch.uint8)
+                    for peer, whole in lengths.items()
+                }
+                stretch, byte = own[begin : begin + length], _BYTE[begin : begin + length]  # each is hashed once
+                messages = [Message(peer, row, incoming=True) for peer, row in rows.items()]
+                messages += [
+                    Message(peer, stretch if block is own else byte, incoming=False) for peer, block in sends.items()
+                ]
+                following = rows, collectives.start_messages([each for each in messages if len(each.stretch)])
             if arriving is not None:
                 arriving[1].wait()
-                for rank, (writer, row) in enumerate(zip(writers, arriving[0], strict=True)):
-                    if rank != collectives.rank:
-                        writer.take(row)
+                for peer, row in arriving[0].items():
+                    writers[peer].take(row)
             arriving = following
         self.values = self.all
 
@@ -292,6 +353,43 @@ class Shards:
     def drop_borrowed(self) -> None:
         self._kept.drop_borrowed()
 
+    def reopen_values(self) -> None:
+        """Make room for all values, which come from a checkpoint."""
+        for values in self._divided:
+            values.reopen()
+
+    def capture(self) -> OwnShare:
+        """What this worker has first, by reference, to be written down."""
+        pieces = []
+        for piece in self._first_pieces[self._rank]:
+            state, hosted = self._described(piece)
+            grains = self._kept.grains(piece.place, state or {})
+            name, value = self._names[piece.place], self._value(piece)
+            averages = {average.name: average.values.read(piece) for average in self.averages}
+            pieces.append(SavedPiece(name, piece.begin, piece.end, value, state, grains, tuple(hosted), averages))
+        return OwnShare(self._rank, self.shares.members, pieces, self.shares.first(self._rank))
+
+    def stretches(self, rank: int, size: int) -> list[tuple[str, int, int]]:
+        """What a member of a generation of ``size`` keeps: the parameter's name, and where it begins and ends."""
+        pieces = self.row.pieces(self.cut_for(size).kept(rank))
+        return [(self._names[piece.place], piece.begin, piece.end) for piece in pieces]
+
+    def begin(self, pieces: Sequence[SavedPiece], spans: Spans) -> None:
+        """Go on from what was written down of ``spans``; forget all else."""
+        for values in self._divided:
+            values.forget()
+        places = {name: place for place, name in enumerate(self._names)}
+        states: dict[Stretch, dict[str, Any] | None] = {}
+        for piece in pieces:
+            stretch = Stretch(places[piece.name], piece.begin, piece.end)
+            saved = [piece.value, *(piece.averages[average.name] for average in self.averages)]
+            whole, shape = self.row.is_whole(stretch), self._parameters[stretch.place].shape
+            for values, value in zip(self._divided, saved, strict=True):
+                values.put(stretch, values.as_laid_out(stretch.place, value.view(shape)) if whole else value)
+            states[stretch] = self._placed(stretch.place, piece.state, piece.hosted)
+        self.values = spans
+        self._kept.begin(states, spans)
+
     def detach_states(self) -> dict[Tensor, Any]:
         states = dict(self._optimizer.state)
         self._optimizer.state.clear()
@@ -304,13 +402,46 @@ class Shards:
         """Pass values of parameters on; all members take part, with the same ``moves``."""
 
         def given(spans: Spans) -> list[Any]:
-            return [[*piece, self._value(piece)] for piece in self.row.pieces(spans)]
+            pieces = self.row.pieces(spans)
+            if self.sliced is None:
+                return [[*piece, self._value(piece)] for piece in pieces]
+            # Slices are put together in the order in which they lie in memory, which is not that of a copy's elements.
+            return [[*piece, *(in_memory(values.read(piece)) for values in self._divided)] for piece in pieces]
 
         for spans, rows in _pass_on(communicator, moves, given):
             with torch.no_grad():
-                for place, begin, end, value in rows:
-                    self._value(Stretch(place, begin, end)).copy_(value)
+                for place, begin, end, *came in rows:
+                    piece = Stretch(place, begin, end)
+                    if self.sliced is None:
+                        self._value(piece).copy_(*came)
+                    for values, value in zip(self._divided, came, strict=False):
+                        values.put(piece, value)
             self.values = union(self.values, spans)
+
+    def gather(self, communicator: Moving, place: int) -> Tensor | None:
+        """Give the leader a whole parameter; all members take part. ``None`` on the others."""
+        span, size = (self.row.span(place),), communicator.size
+        have = [intersection(self.shares.first(rank), span) for rank in range(size)]
+        want: list[Spans] = [span, *[() for _ in range(1, size)]]
+
+        def given(spans: Spans) -> list[Any]:
+            return [[piece.begin, piece.end, in_memory(self._value(piece))] for piece in self.row.pieces(spans)]
+
+        came = [row for _, rows in _pass_on(communicator, plan_moves(have, want), given) for row in rows]
+        if communicator.rank:
+            return None
+        assert self.sliced is not None
+        whole = self.sliced.like(place)
+        for begin, end, value in [*given(have[0]), *came]:
+            in_memory(whole)[begin:end].copy_(value)
+        return whole
+
+    def keep_values(self) -> None:
+        """Forget the values of others' shares, in a generation in which all have those of theirs."""
+        for values in self._divided:
+            values.keep(self.mine)
+        if self.sliced is not None:
+            self.values = self.mine
 
     def pass_states(self, communicator: Moving, moves: Sequence[Move], *, to_host: bool = False) -> None:
         """Likewise, states of the optimizer; they stay in host memory if they are only to be written down."""
@@ -321,14 +452,16 @@ class Shards:
         for spans, rows in _pass_on(communicator, moves, given):
             came: dict[Stretch, dict[str, Any] | None] = {}
             for place, begin, end, state, hosted in rows:
-                device = self._parameters[place].device
-                came[Stretch(place, begin, end)] = state and {
-                    key: value.to("cpu" if to_host or key in hosted else device, copy=True)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in state.items()
-                }
+                came[Stretch(place, begin, end)] = self._placed(place, state, state or () if to_host else hosted)
             self._kept.put(came, spans, borrowed=to_host)
+
+    def _placed(self, place: int, state: dict[str, Any] | None, hosted: Iterable[str]) -> dict[str, Any] | None:
+        """A copy of a state where the parameter is, but for those of its tensors that are to be on the host."""
+        device, on_host = self._parameters[place].device, set(hosted)
+        return state and {
+            key: value.to("cpu" if key in on_host else device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
     def _described(self, piece: Stretch) -> list[Any]:
         """A piece's state, and which of its tensors are on the host though the parameter is not."""
@@ -339,23 +472,41 @@ class Shards:
         return [None if state is None else dict(state), hosted]
 
     def _value(self, piece: Stretch) -> Tensor:
+        if self.sliced is not None:
+            return self.sliced.read(piece)
         parameter = self._parameters[piece.place]
-        return parameter.detach() if self.row.is_whole(piece) else flat(parameter)[piece.begin : piece.end]
+        value = parameter.detach()
+        return value if self.row.is_whole(piece) else in_memory(value)[piece.begin : piece.end]
 
     def _size(self, piece: Stretch) -> int:
         return (piece.end - piece.begin) * self._parameters[piece.place].itemsize
 
 
-def row_of(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, block: int) -> Row:
+def row_of(
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    block: int,
+    unmade: frozenset[int] = frozenset(),
+    *,
+    values: bool = False,
+) -> Row:
     """The row in which parameters stand to be shared out.
 
-    One that is not contiguous stays whole, and one that no optimizer steps costs nothing.
+    One that is not contiguous stays whole, and one that no optimizer steps costs nothing but its values.
+
+    Args:
+        unmade: places of those that are not made yet, and will be contiguous.
+        values: whether their values are shared out, too.
     """
+    cost = _STEPPED if values else 1
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return Row(
         tuple(parameter.numel() for parameter in parameters),
-        tuple(parameter.itemsize if id(parameter) in stepped else 0 for parameter in parameters),
-        tuple(cut_unit(parameter, block) if parameter.is_contiguous() else 0 for parameter in parameters),
+        tuple(p.itemsize * (cost if id(p) in stepped else int(values)) for p in parameters),
+        tuple(
+            cut_unit(parameter, block) if parameter.is_contiguous() or place in unmade else 0
+            for place, parameter in enumerate(parameters)
+        ),
     )
 
 

@@ -8,14 +8,15 @@ out which is which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from virtualflow.reduction import Row, Spans, Stretch, covers, difference, intersection, union
-from virtualflow.state import optimizers_of
+from virtualflow.state import cut_state, join_states, optimizers_of
 
 State = dict[str, Any]
 
@@ -91,6 +92,13 @@ class ShareStates:
             if covers(self.spans, self._row.span(place)) and (state := self.read(whole)) is not None:
                 self._optimizer.state[self._parameters[place]] = state  # beside those of its slices
 
+    def begin(self, states: Mapping[Stretch, State | None], spans: Spans) -> None:
+        """States of what stands in ``spans`` have come from elsewhere: they count, and no others."""
+        self._optimizer.state.clear()
+        self._slices.clear()
+        self.spans = self._borrowed = ()
+        self.put(states, spans, borrowed=False)
+
     def drop_borrowed(self) -> None:
         if self._borrowed:
             self.keep(difference(self.spans, self._borrowed))
@@ -110,42 +118,27 @@ class ShareStates:
         cut = [self._cut(slice_, state, piece) for slice_, state in parts]
         return cut[0] if len(cut) == 1 else self._join(cut, piece)
 
+    def here(self) -> Iterator[State]:
+        """All states that are here."""
+        yield from self._optimizer.state.values()
+        for slices in self._slices.values():
+            yield from slices.values()
+
     def _put_slice(self, piece: Stretch, state: State) -> None:
         self._slices.setdefault(piece.place, {})[piece] = state
 
     def _cut(self, known: Stretch, state: State, piece: Stretch) -> State:
         """The state of what ``piece`` has of a stretch that has this state."""
         begin, end = max(piece.begin, known.begin) - known.begin, min(piece.end, known.end) - known.begin
-        numel = known.end - known.begin
-        if (begin, end) == (0, numel):
-            return state
-        cut: State = {}
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                cut[key] = value
-            elif grain := self._grain(piece.place, key, value):
-                cut[key] = value.reshape(-1)[begin // grain : -(-end // grain)].clone()
-            else:
-                cut[key] = value.clone()
-        return cut
+        return cut_state(state, partial(self._grain, piece.place), begin, end, known.end - known.begin)
 
     def _join(self, states: Sequence[State], piece: Stretch) -> State:
-        """The state of a piece, from those of its parts; in host memory if not all are on one device."""
-        parameter = self._parameters[piece.place]
-        numel = piece.end - piece.begin
-        joined: State = {}
-        for key, first in states[0].items():
-            parts = [state[key] for state in states]
-            if not isinstance(first, Tensor):
-                joined[key] = first
-            elif self._grain(piece.place, key, first):
-                devices = {part.device for part in parts}
-                value = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts])
-                is_whole = self._row.is_whole(piece) and value.numel() == numel
-                joined[key] = value.view(parameter.shape) if is_whole else value
-            else:
-                joined[key] = first.clone()
-        return joined
+        shape = self._parameters[piece.place].shape if self._row.is_whole(piece) else None
+        return join_states(states, partial(self._grain, piece.place), shape)
+
+    def grains(self, place: int, state: State) -> dict[str, int]:
+        """For each tensor of a state how many elements of the parameter one of its own is for."""
+        return {key: self._grain(place, key, value) for key, value in state.items() if isinstance(value, Tensor)}
 
     def _grain(self, place: int, key: str, value: Tensor) -> int:
         """How many elements one in this tensor of a state is for; 0: it is the same for all slices.
@@ -156,10 +149,13 @@ class ShareStates:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def open(self, piece: Stretch) -> nn.Parameter:
-        """What the optimizer is to step for a piece: the parameter, or one that is a slice of it, in its memory."""
-        parameter = self._parameters[piece.place]
-        return parameter if self._row.is_whole(piece) else nn.Parameter(flat(parameter)[piece.begin : piece.end])
+    def open(self, piece: Stretch, values: Tensor) -> nn.Parameter:
+        """What the optimizer is to step for a piece: the parameter, or one that is a slice of it, in its memory.
+
+        Args:
+            values: this memory.
+        """
+        return self._parameters[piece.place] if self._row.is_whole(piece) else nn.Parameter(values)
 
     def step(self, gradients: Mapping[nn.Parameter, tuple[Stretch, Tensor]]) -> None:
         """Let the optimizer step what was opened; the states of all of it are here, of these very pieces."""
@@ -167,7 +163,7 @@ class ShareStates:
         for parameter in self._parameters:
             parameter.grad = None
         for parameter, (piece, gradient) in gradients.items():
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.dtype)
             if not self._row.is_whole(piece):
                 slices.setdefault(id(self._parameters[piece.place]), []).append((piece, parameter))
         for part in optimizers_of(self._optimizer):
@@ -198,11 +194,6 @@ class ShareStates:
                 state = optimizer.state.pop(view, None)
                 if state is not None:
                     self._put_slice(piece, state)
-
-
-def flat(parameter: nn.Parameter) -> Tensor:
-    """The elements of a contiguous parameter, ``[n]``, in its memory."""
-    return parameter.detach().view(-1)
 
 
 def _overlap(left: Stretch, right: Stretch) -> bool:

@@ -143,7 +143,7 @@ class StateWatch(StepPart):
         self._balance = 0
         """What this worker's hashes of its shares add to its number."""
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         """A generation begins, and each of its members has just got its state, or put it back."""
         self._enters = True
 

@@ -6,18 +6,20 @@ gradient has arrived. Until then nothing of the model, the optimizer or the sche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from virtualflow.device import device_of, has_spare_processor
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, choose_ways
+from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Row, Summation, choose_ways
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
+from virtualflow.step.sharded_parameters import ShardedParameters
+from virtualflow.step.sliced_values import SlicedValues
 from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch, StateWatchSettings
 from virtualflow.transport import Collectives
@@ -29,6 +31,7 @@ class Update:
     Args:
         watch: how often states are compared; ``None``: never.
         cut: lets backward passes end early; ``None``: all are whole.
+        sharded: makes what gathers parameters of which each worker keeps a share; ``None``: each keeps all.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Update:
         choose: Choose = choose_ways,
         cut: BackwardCut | None = None,
         sums: Sequence[str] = (),
+        sharded: Callable[[SlicedValues, Row], ShardedParameters] | None = None,
     ) -> None:
         landing = None if options.host is None else Landing(options.host, len(list(model.parameters())))
         self.reducer = Reducer(summation, reduction, choose, landing)
@@ -58,12 +62,18 @@ class Update:
         self.cut = self.sync.cut = cut
         self.sync.listen(self.watch, spot_checker)
         self.shards = self.optimizer_step.shards
+        self.sharded: ShardedParameters | None = None
+        """Gathers parameters that are divided; ``None``: every worker has all of them."""
+        if sharded is not None:
+            assert self.shards is not None
+            assert self.shards.sliced is not None
+            self.sharded = self.sync.sharded = sharded(self.shards.sliced, self.shards.row)
         self.contributed = False
         """Whether this worker has taken part in a synchronization, so that it is no joiner any more."""
         self.pending: Reduced | None = None
         """A complete synchronization whose step may count already, though it has not been applied here (sharded)."""
         self._pending_schema = Schema()
-        self._device, self._parameters = device_of(model), list(model.parameters())
+        self._device = device_of(model)
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +125,10 @@ class Update:
             self.shards.prepare(reduced.gradients, reduced.present)
             self.shards.decide(communicator)
             self.shards.step()
-            self.shards.spread(communicator)
+            if self.sharded is None:
+                self.shards.spread(communicator)
+            else:
+                self.sharded.move_on(number)
         return reduced
 
     def abandon(self, *, keep: bool = False) -> None:
@@ -154,11 +167,13 @@ class Update:
     def agree(self, communicator: Collectives, wish: Exchange, holdings: Sequence[Sequence[int]]) -> None:
         """A generation is about to begin: settle with its members what schedules of it follow from."""
         spare = communicator.size > 1 and has_spare_processor(self._device, communicator.size)
-        self.reducer.agree(communicator, wish, holdings, self._parameters, spare=spare)
+        self.reducer.agree(communicator, wish, holdings, self.sync.templates, spare=spare)
 
     def enter(self) -> None:
         self.sync.enter(None if self.shards is None else self.shards.shares.portions)
 
     def close(self) -> None:
+        if self.sharded is not None:
+            self.sharded.close()
         self.sync.close()
         self.optimizer_step.undo()
