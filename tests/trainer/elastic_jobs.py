@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection
@@ -37,8 +38,9 @@ from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.errors import Leave
 from virtualflow.protocol import http_api
+from virtualflow.protocol.environment import LocalPlace
 from virtualflow.protocol.identity import Identity
-from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_IDENTITY, ENV_TOKEN, ENV_WORKER
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_IDENTITY, ENV_LAUNCH, ENV_TOKEN, ENV_WORKER
 from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange
@@ -222,7 +224,11 @@ class _CoordinatorThread:
 
 
 class ElasticJob:
-    """One job and its workers; made by the fixture ``start_job``."""
+    """One job and its workers; made by the fixture ``start_job``.
+
+    Args:
+        processes: of each worker; the further ones are called ``worker-0.1`` and so on here.
+    """
 
     def __init__(
         self,
@@ -231,6 +237,7 @@ class ElasticJob:
         arguments: tuple[Any, ...],
         *,
         workers: int,
+        processes: int = 1,
         hold: int | None = None,
         environment: Mapping[str, str] | None = None,
         membership: MembershipSettings | None = None,
@@ -241,6 +248,7 @@ class ElasticJob:
         self._directory = directory
         self._script = script
         self._arguments = arguments
+        self._processes = processes
         # Of a short name, since sockets go there; a worker that is killed leaves something in it.
         self._temporary = tempfile.mkdtemp(prefix="vf-")
         self._environment = {"TMPDIR": self._temporary, **(environment or {})}
@@ -302,7 +310,7 @@ class ElasticJob:
     # --- what a test does to a job ------------------------------------------------------------------------------------
 
     def start_worker(self) -> str:
-        name = f"worker-{len(self.workers)}"
+        name = f"worker-{len(self.workers) // self._processes}"
         environment = {
             **self._environment,
             ENV_COORDINATOR: self._coordinator.url,
@@ -311,15 +319,22 @@ class ElasticJob:
         }
         if self._parties is not None:
             environment[ENV_IDENTITY] = str(self._parties.issue("worker", name))
+        launch = uuid.uuid4().hex
+        for local_rank in range(self._processes):
+            if self._processes > 1:
+                environment[ENV_LAUNCH] = str(LocalPlace(launch, local_rank, self._processes))
+            self._start_process(f"{name}.{local_rank}" if local_rank else name, environment)
+        return name
+
+    def _start_process(self, name: str, environment: Mapping[str, str]) -> None:
         ours, theirs = FORKING.Pipe(duplex=False)
         log = self._directory / f"{name}.log"
         log.touch()
-        arguments = (self._script, self._arguments, environment, theirs, str(log))
+        arguments = (self._script, self._arguments, dict(environment), theirs, str(log))
         process = FORKING.Process(target=_work, args=arguments, name=name)
         start(process)
         theirs.close()
         self.workers[name] = _Worker(name, process, ours, log)
-        return name
 
     def hold(self, step: int | None) -> None:
         self._held = step
@@ -354,8 +369,11 @@ class ElasticJob:
         self.wanted -= 1
         self.call("scale", workers=max(1, self.wanted))
         self._note_children()
-        os.kill(self.workers[name].process.pid, signal.SIGKILL)
-        self.workers[name].process.join(PATIENCE)
+        processes = [one.process for key, one in self.workers.items() if key.partition(".")[0] == name]
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join(PATIENCE)
         self.call("gone", worker=name, reason="killed by SIGKILL")
         self.wait_for(lambda status: status.generation > before.generation, f"a generation without {name}")
 
@@ -479,8 +497,15 @@ def alone(script: Callable[..., Any], *arguments: Any, environment: Mapping[str,
                 os.environ[name] = value
 
 
+def is_here(worker: str) -> bool:
+    """Whether this process is that worker, or that one of its processes; nobody is the one without a name."""
+    place = LocalPlace.read()
+    name = os.environ.get(ENV_WORKER, "") + (f".{place.local_rank}" if place and place.local_rank else "")
+    return bool(worker) and name == worker
+
+
 def die_here(worker: str) -> None:
     """SIGKILL this process if it is that worker."""
-    if os.environ.get(ENV_WORKER) == worker:
+    if is_here(worker):
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)

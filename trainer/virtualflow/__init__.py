@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from virtualflow.step import PartialBackward
     from virtualflow.worker.entry import elastic
     from virtualflow.worker.evaluation import evaluate
+    from virtualflow.worker.options import ShardParameters
     from virtualflow.worker.prediction import predict
     from virtualflow.worker.run import Run
     from virtualflow.worker.step import Step
@@ -36,6 +37,7 @@ __all__ = [
     "Memory",
     "PartialBackward",
     "Run",
+    "ShardParameters",
     "Step",
     "VirtualFlowError",
     "elastic",
@@ -49,6 +51,7 @@ _LAZY = {
     "Memory": "virtualflow.memory.activations.planned",
     "PartialBackward": "virtualflow.step.partial_backward",
     "Run": "virtualflow.worker.run",
+    "ShardParameters": "virtualflow.worker.options",
     "Step": "virtualflow.worker.step",
     "elastic": "virtualflow.worker.entry",
     "evaluate": "virtualflow.worker.evaluation",

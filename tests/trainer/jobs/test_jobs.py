@@ -69,6 +69,27 @@ def test_interpreters_of_their_own_give_the_same_bits(workers: int, undisturbed:
     check_audit(finished, DIGITS, 8)
 
 
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        pytest.param([], "10:=4,25:kill,40:=3", id="each share twice"),
+        slow(["--redundancy", "none"], "10:=4,40:=2", id="each share once"),
+    ],
+)
+def test_digits_has_the_same_digest_where_the_command_line_divides_its_parameters(
+    options: list[str], schedule: str, undisturbed: Finished, tmp_path: Path
+) -> None:
+    finished = run_job(
+        tmp_path, "--virtual-nodes", "8", "--workers", 3, "--schedule", schedule, "--shard", "parameters", *options,
+        "examples/digits.py", "--steps", STEPS,
+    )  # fmt: skip
+    model, optimizer = finished.bits
+    assert model == undisturbed.bits[0]
+    assert not optimizer, "no worker has all of its state"
+    check_audit(finished, DIGITS, 8)
+    check_changes(finished)
+
+
 @pytest.mark.nightly
 def test_a_worker_that_comes_much_later_than_others_does_not_stop_a_schedule(tmp_path: Path) -> None:
     """The first one's change is ready while the job is held for both, and the second one's waits for it."""

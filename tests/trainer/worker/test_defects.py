@@ -50,9 +50,9 @@ def spoil(part: str) -> None:
     if part == "the builder of communicators":
         build = Communicator.open
 
-        def broken_open(plan: m.Plan, *arguments: Any) -> Communicator:
+        def broken_open(plan: m.Plan, *arguments: Any, **options: Any) -> Communicator:
             defect(plan)
-            return build(plan, *arguments)
+            return build(plan, *arguments, **options)
 
         Communicator.open = broken_open  # type: ignore[method-assign, assignment]
     else:

@@ -88,7 +88,15 @@ class Wires:
         return DONE
 
     def start_messages(self, messages: Sequence[Message]) -> Pending:
-        raise AssertionError("gradients as small as these are gathered whole")
+        for message in messages:
+            if not message.incoming:
+                self.life.pass_moment()
+                self.letters[self.rank, message.peer].put(message.stretch.clone())
+        self.life.pass_moment()
+        for message in messages:
+            if message.incoming:
+                message.stretch.copy_(self._receive(message.peer))
+        return DONE
 
     def settle(self, outcome: Any) -> Any:
         return outcome.result(timeout=PATIENCE)

@@ -214,6 +214,7 @@ def guard_of(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: int
         travels=lambda _: False,
         schedulers=(),
         sharded=False,
+        divided=False,
         settings=GuardSettings(**settings),
         warn=lambda _: None,
     )

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import connection
@@ -127,7 +127,7 @@ class Source(Protocol):
     def version(self) -> object:
         """Another value tells that what was fetched before its turn may not be what it would be now."""
 
-    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
+    def assign(self, virtual_nodes: Sequence[int], epoch: int, epoch_step: int, width: int = 1) -> None:
         """From this position on, this worker is assigned these virtual nodes. The same position again repeats the step.
 
         They will be fetched in the chunks that ``sampling.chunks`` makes of them with this ``width``.

@@ -91,7 +91,7 @@ class StreamSource:
         self._options["num_workers"] = self._processes
         self._collate = _WithPositions(collate_of(options))
         self._watched = Watched(dataset, collate_of(options)) if self._processes else None
-        self._assigned = range(0)
+        self._assigned: Sequence[int] = range(0)
         self._streams: dict[int, _Stream] = {}
         self._closed = False
 
@@ -116,7 +116,7 @@ class StreamSource:
     def version(self) -> object:
         return None
 
-    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
+    def assign(self, virtual_nodes: Sequence[int], epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. A stream that stands at the position is read on; others are closed."""
         self._assigned = virtual_nodes
         for virtual_node, stream in list(self._streams.items()):

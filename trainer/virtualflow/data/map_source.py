@@ -12,7 +12,7 @@ the name of what was really loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ class MapSource:
         changed = self._watched is not None and self._watched.changed is not None
         return object() if changed else self._loading.version
 
-    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
+    def assign(self, virtual_nodes: Sequence[int], epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
         wanted = chunks(virtual_nodes, width)
         self._chunks = wanted

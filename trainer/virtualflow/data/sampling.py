@@ -155,11 +155,13 @@ def split(samples: int, virtual_nodes: int) -> list[int]:
     return [share + (virtual_node < extra) for virtual_node in range(virtual_nodes)]
 
 
-def chunks(assigned: range, width: int) -> list[range]:
+def chunks(assigned: Sequence[int], width: int) -> list[range]:
     """Cut ``assigned`` into as few stretches of at most ``width`` as there can be, whose lengths differ by at most one.
 
-    Longer ones come first.
+    Longer ones come first. Virtual nodes that are no range run one by one.
     """
+    if not isinstance(assigned, range):
+        return [range(node, node + 1) for node in assigned]
     count = -(-len(assigned) // width)
     share, extra = divmod(len(assigned), max(1, count))
     cut, first = [], assigned.start

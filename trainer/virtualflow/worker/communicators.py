@@ -26,6 +26,7 @@ class Communicators:
         interruption: why a collective of a plan is not to be waited for any longer, if so.
         offered: the plans that this worker has offered to enter, whose communicators stay although newer ones stand.
         signer: of a worker that seals what it sends to others.
+        asks: whether workers ask one another for what each keeps.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Communicators:
         interruption: Callable[[m.Plan], str | None],
         offered: Callable[[], Collection[m.Plan]],
         signer: Signer | None = None,
+        asks: bool = False,
     ) -> None:
         self.reserve = Reserve()
         """Memory for the state that will come, where this worker has none."""
@@ -47,6 +49,7 @@ class Communicators:
         self._interruption = interruption
         self._offered = offered
         self._signer = signer
+        self._asks = asks
         self._prepared: dict[m.Generation, Communicator] = {}
         self.retired: list[Communicator] = []
         self._closers: list[threading.Thread] = []
@@ -128,7 +131,14 @@ class Communicators:
             make_room(link, plan, self.reserve, superseded, RESERVE_WAIT)
         try:
             communicator = Communicator.open(
-                plan, rank, link, superseded, partial(self._interruption, plan), settings.communicator, self._signer
+                plan,
+                rank,
+                link,
+                superseded,
+                partial(self._interruption, plan),
+                settings.communicator,
+                self._signer,
+                asks=self._asks,
             )
         except CommunicatorBroken as error:
             if not superseded():

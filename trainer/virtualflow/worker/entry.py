@@ -11,11 +11,11 @@ from torch import nn
 
 from virtualflow._arguments import checked
 from virtualflow.data import LoaderOptions, Sampler
-from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
+from virtualflow.protocol.settings import VIRTUAL_NODES, Redundancy, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
 from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval
-from virtualflow.worker.options import Options, Redundancy, read_device
+from virtualflow.worker.options import Options, Sharded, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.step import Weight
@@ -47,7 +47,9 @@ def elastic(
     reproducibility: Reproducibility = "bitwise",
     max_fused: int | None = None,
     batch_norm: BatchNorm = "virtual-node",
+    reduce_dtype: torch.dtype | None = None,
     shard_optimizer: bool = False,
+    shard: Sharded | None = None,
     redundancy: Redundancy = "peer",
     exchange: Exchange | Literal["auto"] = "auto",
     state: Mapping[str, Any] | None = None,
@@ -88,9 +90,19 @@ def elastic(
             memory allows and make it faster, which is measured.
         batch_norm: whether batch norm goes on normalising over each ``"virtual-node"`` of such a micro-batch, or over
             the whole ``"micro-batch"``.
+        reduce_dtype: in which gradients of parameters of narrower types are summed up, as ``torch.float32`` for
+            parameters in bfloat16: each virtual node's is cast before its weight and the first addition, and the
+            clipped sum once, for the optimizer. They travel in it, too. Without it each is summed up in its own type.
+            It stays the same for a job's life.
         shard_optimizer: each worker keeps only its share of the optimizer's state, and that of another
             (``redundancy``). For optimizers that treat each element for itself (SGD, Adam and their kin). After a step
             a worker has the gradients of those parameters only that it keeps whole.
+        shard: ``"parameters"``: each worker keeps only its share of parameters and of the optimizer's state, for models
+            that are too large for a worker. A block (of the longest ``nn.ModuleList`` or ``nn.Sequential``) is gathered
+            before its forward and its backward pass, and freed behind it; its gradients leave at once. Between passes a
+            parameter shows NaN. ``"hybrid"``: the same, but the processes of each worker have all parameters among
+            them, so that blocks are gathered within a worker. ``vf.ShardParameters(blocks=[...])`` names other blocks.
+            The command line or the manifest overrides what is divided, and ``redundancy``.
         redundancy: who else keeps a worker's share, which decides what a loss costs that nobody has announced: another
             worker (``"peer"``; at most a step), or nobody, for half of the memory and fewer messages: then all workers
             start again from the newest ``"checkpoint"``, or with ``"none"`` perhaps from the beginning, and no other
@@ -150,7 +162,9 @@ def elastic(
             reproducibility=reproducibility,
             max_fused=max_fused,
             batch_norm=batch_norm,
+            reduce_dtype=reduce_dtype,
             shard_optimizer=shard_optimizer,
+            shard=shard,
             redundancy=redundancy,
             exchange=exchange,
             state=state or {},

@@ -212,7 +212,7 @@ class _Alone:
         self._computed.clear()
         return self._share(steps, range(1))
 
-    def _share(self, steps: range, nodes: range) -> dict[int, tuple[int, Any]]:
+    def _share(self, steps: range, nodes: Sequence[int]) -> dict[int, tuple[int, Any]]:
         """What this worker shares, computed as far as an attempt before has not done so."""
         for done, step in enumerate(steps):
             missing = [node for node in nodes if len(self._computed.setdefault(node, [])) == done]
@@ -236,7 +236,11 @@ class _Alone:
             if self._source.steps_per_epoch is None:
                 places = places * self.virtual_nodes + node
             result = self._collector.compute(batch, places)
+            self._check_values()
         self._computed[node].append((batch.size, result))
+
+    def _check_values(self) -> None:
+        """Make sure that the model was what it should be."""
 
 
 class _Together(_Alone):
@@ -246,7 +250,7 @@ class _Together(_Alone):
         super().__init__(source, collector)
         self._loop, self._context, self._call = loop, loop.context, call
         self._state = loop.context.session.state
-        self._assigned = range(0)
+        self._assigned: Sequence[int] = range(0)
         self.virtual_nodes = loop.context.request.virtual_nodes
 
     def run(self) -> None:
@@ -313,6 +317,11 @@ class _Together(_Alone):
         finally:
             if turns is not None:
                 turns.give_back()
+
+    def _check_values(self) -> None:
+        sharded = self._context.update.sharded
+        if sharded is not None:
+            sharded.check_values()
 
 
 def check_rows(origin: RowSource, rows: Rows, samples: int) -> Rows:

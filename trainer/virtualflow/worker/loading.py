@@ -138,12 +138,12 @@ class Loading(StepPart):
         self._collate = collate
         self._ahead: _Ahead | None = None
         self._peeked: dict[tuple[int, int, int], MicroBatch] = {}
-        self._assigned = range(0)
+        self._assigned: Sequence[int] = range(0)
         self._width = 1
         self._portions: Sequence[range] = ()
         """What the source has been told of the portions to come."""
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         self._peeked.clear()
         self._assigned = assigned
         if not self._training.is_over:
@@ -226,7 +226,7 @@ class Loading(StepPart):
             return None
         return _Place(epoch, epoch_step + 1, portions[0])
 
-    def peek(self, assigned: range) -> bool:
+    def peek(self, assigned: Sequence[int]) -> bool:
         """Whether there are samples for a further step of the epoch; streams must be read to know."""
         epoch, epoch_step = self._training.position
         if self._source.steps_per_epoch is not None:

@@ -93,12 +93,13 @@ class Loop:
             self._layers = LayeredAttempts(context, *context.layers, self._listen)
         self.layer_major = self._layers is not None
         """Whether all virtual nodes are computed together, block by block."""
-        proves = context.request.bitwise and context.session.coordinated
+        divided = context.update.sharded is not None
+        proves = context.request.bitwise and context.session.coordinated and not divided
         self._repetition = Repetition(context.request.model) if proves else None
         """Computes two virtual nodes twice, once in a training."""
         self._cautions = Cautions(context.session)
         self._weights_beside: WeightsBeside | None = None
-        if proves or context.checkpointer.writes:
+        if proves or (context.checkpointer.writes and not divided):
             self._weights_beside = WeightsBeside(context.request.model, context.training.known)
         self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
         self._saving: Saving | None = None
@@ -152,8 +153,8 @@ class Loop:
         context.training.arrive()
         for after in self._parts.after_script:
             after(leaves=False)
-        complete_leader(context.membership, context.training)
-        if self._state.leader:
+        complete_leader(context.membership, context.training, saves=True)
+        if self._state.leader and context.update.sharded is None:
             self._activity.mark(SAVING, context.training.completed_steps)
             context.checkpointer.save_final(context.training)
         self._activity.mark(BETWEEN, context.training.completed_steps)
@@ -194,7 +195,7 @@ class Loop:
                 after(leaves=leaves)
         self.save_if_due()
         if context.session.stopping:
-            context.checkpointer.save_final(context.training)
+            context.membership.save_final()
             context.session.leave(m.NO_GENERATION)
         if context.membership.agreed is not None:
             context.membership.switch()
@@ -510,13 +511,13 @@ class Loop:
     def _commit(self, attempt: Attempt, reduced: Reduced) -> None:
         """Apply a complete exchange and do all that belongs between two steps."""
         context, training, session = self.context, self.context.training, self.context.session
-        before, members, number = training.members, len(attempt.holdings), attempt.number
-        if members > 1:
+        before, number = training.workers, attempt.number
+        if len(attempt.holdings) > 1:
             self._state.lease.renew()
         # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
         seed_virtual_node(self._seed, number, self._virtual_nodes)
         with span("update") if profiled() else _NOTHING:
-            training.commit(reduced, members)
+            training.commit(reduced, self._state.workers)
             forget_cached_weights()  # the script's code after the step sees the new ones
         self._state.repair = None
         if context.fusion is not None:

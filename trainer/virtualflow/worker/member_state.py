@@ -87,11 +87,13 @@ class MemberState:
     """The generations that count, or may."""
     lease: HeldLease = field(default_factory=HeldLease)
     """Whether it may take for granted that it is a member still."""
-    assigned: range = range(0)
-    ranges: tuple[range, ...] = ()
-    """Those of all members, in the order of their ranks."""
+    assigned: Sequence[int] = range(0)
+    ranges: tuple[Sequence[int], ...] = ()
+    """Those of all members, in the order of their ranks: stretches, unless they are dealt (``reduction.deal``)."""
     rank: int = 0
     """Its place among them."""
+    workers: int = 1
+    """Whose processes all members are."""
     repair: Repair | None = None
     """Who contributes what to the coming step, if some of it was kept from an aborted attempt."""
     drain_reason: str | None = None

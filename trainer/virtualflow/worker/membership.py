@@ -25,6 +25,7 @@ from virtualflow.state import (
     Path,
     Standing,
     Transfer,
+    WriterState,
     digests,
     move_state,
     pack_state,
@@ -117,12 +118,12 @@ class Membership:
         try:
             if self._resharding is not None and self._state.plan is not None:
                 self._resharding.hand_over(self.communicator, self._state.plan, plan)
+            if not plan.members:
+                self.save_final()
         except CommunicatorBroken as error:
             self.recover(error)
             return
         if not self._session.is_member(plan):
-            if not plan.members and self._session.rank == 0:
-                self._checkpointer.save_final(self._training)
             self._session.leave(plan.generation, plan.reason if plan.cause == "stop" else "")
         self._enter(plan)
 
@@ -133,6 +134,7 @@ class Membership:
             Whether the attempt turned out to count all the same, and this worker has committed it.
         """
         release_frames(error)  # they held the attempt's gradients and messages
+        self._checkpointer.give_up()
         session, exchanges = self._session, self._training.exchanges
         pending = self._training.update.pending is not None
         # What was damaged on its way may have been so before it set out.
@@ -172,10 +174,14 @@ class Membership:
                     session.keep_broken(plan.generation, str(error))
                 plan = session.await_entry()
         self._state.rank, self._state.repair = session.rank, repair
-        self._state.assigned = plan.members[session.rank].virtual_nodes
-        self._state.ranges = tuple(member.virtual_nodes for member in plan.members)
+        sharded = self._training.update.sharded
+        of_members = [member.virtual_nodes for member in plan.members]
+        self._state.ranges = tuple(of_members if sharded is None else sharded.deal(plan))
+        self._state.assigned, self._state.workers = self._state.ranges[session.rank], plan.workers
         self.agreed = None
         self._training.update.enter()
+        if self._resharding is not None:
+            self._resharding.enter(self.communicator)
         for enter in self.parts.enter:
             enter(self._state.assigned)
 
@@ -211,7 +217,7 @@ class Membership:
         wish = reducer.wish if told == reducer.wish_number else Exchange.from_number(told)
         training.update.agree(communicator, wish, [member.virtual_nodes for member in plan.members])
         if self._resharding is not None:
-            standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
+            standings = self._resharding.complete_step(communicator, standings, self._state.workers)
         known = someone_has_state(standings)
         transfer = plan_transfer(standings, []) if known else self._find_origin(communicator, standings)
         if not known:
@@ -220,7 +226,7 @@ class Membership:
         # A beginning, or a checkpoint of an earlier version: whoever has a state by now gives it the same name.
         training.id = training.id or _name_training(plan.members[0].incarnation, self._state.run)
         if self._resharding is not None:
-            self._resharding.share_out(communicator, standings, transfer)
+            self._resharding.share_out(communicator, standings, transfer, self._checkpointer.take_share())
         # The last thing before this generation is entered for good: what was kept lasts until then.
         repair = self._find_repair(communicator) if known and plan.mode == "recovery" else None
         self._state.step = training.completed_steps
@@ -242,20 +248,26 @@ class Membership:
     def _find_origin(self, communicator: Communicator, standings: Sequence[Standing]) -> Transfer:
         """Nobody has a state: agree on what to begin from, and have it read.
 
-        One member reads the checkpoint and verifies what it has read, so that a volume that all share is read once. If
-        it is damaged, the others hear so, and the next older one is tried.
+        One member reads the checkpoint and verifies what it has read, so that a volume that all share is read once. Of
+        one that is divided, each reads what it is to keep, where it is to keep a share. If anything is damaged, the
+        others hear so, and the next older one is tried.
         """
         checkpointer, model = self._checkpointer, self._fresh_model(communicator)
+        divides = self._resharding is not None and self._resharding.divides_values
         while True:
             origin = Origin(checkpointer.find(), model)
             origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
             transfer = plan_transfer(standings, origins, equal_start=self._state.reproducibility == "bitwise")
             if transfer.restorer is None:
                 return transfer
-            sound = communicator.rank != transfer.restorer or checkpointer.read()
-            if all(block.item() for block in communicator.all_gather(torch.tensor([sound], dtype=torch.uint8))):
+            step, reads = origins[transfer.restorer].checkpoint.step, communicator.rank == transfer.restorer
+            sound = tell_all(communicator, not reads or checkpointer.read(divided=divides))
+            if all(sound) and divides and any(tell_all(communicator, reads and checkpointer.has_shares)):
+                assert self._resharding is not None
+                sound = tell_all(communicator, checkpointer.read_share(step, self._resharding.stretches(communicator)))
+            if all(sound):
                 return transfer
-            checkpointer.discard(origins[transfer.restorer].checkpoint.step)
+            checkpointer.discard(step)
 
     def _fresh_model(self, communicator: Communicator) -> int:
         if self._spoiled:
@@ -268,6 +280,8 @@ class Membership:
         if transfer.restorer == communicator.rank:
             self._spoiled = True
             here = training.built
+            if self._resharding is not None:
+                self._resharding.reopen()
             self._checkpointer.restore(training)
             differs = compare(here, training.built)
             if differs is not None:
@@ -302,6 +316,36 @@ class Membership:
         if self._resharding is not None:
             self._resharding.keep_share()
 
+    def save_shares(self) -> None:
+        """Let each worker write a share of a checkpoint beside the next steps, or none if one cannot yet.
+
+        Raises:
+            CommunicatorBroken: a member is lost.
+        """
+        told = tell_all(self.communicator, self._checkpointer.tell_state())
+        self._checkpointer.save_share(
+            self._training, [WriterState(each) for each in told], leads=self._session.rank == 0
+        )
+
+    def save_final(self) -> None:
+        """Write a checkpoint of the present step, and wait for it.
+
+        Raises:
+            CommunicatorBroken: a member whose share is needed is lost.
+        """
+        checkpointer, training, leads = self._checkpointer, self._training, self._session.rank == 0
+        if training.update.sharded is None:
+            if leads:
+                checkpointer.save_final(training)
+            return
+        if self._session.communicator is None:
+            return  # nothing has begun
+        if tell_all(self.communicator, checkpointer.is_saved(training))[0]:
+            return
+        written = tell_all(self.communicator, checkpointer.save_share_now(training))
+        if leads and all(written):
+            checkpointer.complete_now(training, len(written))
+
     def _explain_difference(self, communicator: Communicator) -> None:
         raw = torch.frombuffer(bytearray(msgspec.json.encode(self._signature)), dtype=torch.uint8)
         blocks = gather_bytes(communicator, raw)
@@ -315,6 +359,12 @@ class Membership:
                 raise ConfigurationError(
                     f"the workers do not run the same: {found}; start all of them with the same script and arguments"
                 )
+
+
+def tell_all(communicator: Communicator, number: int) -> list[int]:
+    """What each member has to say, a number below 256, in the order of the ranks."""
+    told = communicator.all_gather(torch.tensor([number], dtype=torch.uint8))
+    return [int(block.item()) for block in told]
 
 
 def _name_training(incarnation: str, run: int) -> str:

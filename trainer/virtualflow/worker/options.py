@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
+from virtualflow._arguments import checked_class
 from virtualflow.data import LoaderOptions, Sampler, check_whole, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import BackwardSpec, Reproducibility
+from virtualflow.protocol.settings import BackwardSpec, Redundancy, Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval, agreed, why_not_separable
@@ -29,8 +31,25 @@ from virtualflow.worker.tracker import Tracker
 if TYPE_CHECKING:
     from virtualflow.memory.activations import Memory
 
-Redundancy = Literal["peer", "checkpoint", "none"]
-"""Who else has a worker's share of a sharded optimizer: another worker, a checkpoint, or nobody."""
+
+@checked_class("vf.ShardParameters")
+@dataclass(frozen=True)
+class ShardParameters:
+    """Parameters that are divided over the workers, as by ``shard="parameters"``, which would find other blocks.
+
+    Args:
+        blocks: modules of the model, or their names: each is gathered as a whole while it runs. What is outside of them
+            is gathered for the whole pass. Without them, the longest ``nn.ModuleList`` or ``nn.Sequential`` of the
+            model, and others of the same class of children.
+        hybrid: whether each worker has all parameters among its processes, as by ``shard="hybrid"``.
+    """
+
+    blocks: Sequence[str | nn.Module] | None = None
+    hybrid: bool = False
+
+
+Sharded = Literal["parameters", "hybrid"] | ShardParameters
+"""What is divided over the workers, with the state of the optimizer."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
@@ -56,7 +75,9 @@ class Options:
     reproducibility: Reproducibility
     max_fused: int | None
     batch_norm: BatchNorm
+    reduce_dtype: torch.dtype | None
     shard_optimizer: bool
+    shard: Sharded | None
     redundancy: Redundancy
     exchange: Exchange | Literal["auto"]
     state: Mapping[str, Any]
@@ -68,6 +89,32 @@ class Options:
     buffers: Mapping[str, BufferKind] | None
     loader: LoaderOptions
     device: torch.device | None
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.shard is not None
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether each worker has all parameters among its processes."""
+        return self.shard == "hybrid" or (isinstance(self.shard, ShardParameters) and self.shard.hybrid)
+
+    @property
+    def shards(self) -> bool:
+        """Whether the state of the optimizer is divided, alone or with the parameters."""
+        return self.shard_optimizer or self.shards_parameters
+
+    def told(self, environment: WorkerEnvironment) -> Options:
+        """The same, but for what the job says of what is divided, which overrides the script."""
+        shard, redundancy = environment.shard, environment.redundancy or self.redundancy
+        if shard is None:
+            return replace(self, redundancy=redundancy)
+        if shard == "none":
+            redundancy = environment.redundancy or "peer"  # the script's is about what it would have divided
+        divided: Sharded | None = shard if shard in ("parameters", "hybrid") else None
+        if divided is not None and isinstance(self.shard, ShardParameters):
+            divided = replace(self.shard, hybrid=divided == "hybrid")
+        return replace(self, shard=divided, shard_optimizer=shard == "optimizer", redundancy=redundancy)
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """How many updates the training takes; ``None`` when the length of the streams decides."""
@@ -106,9 +153,10 @@ def check_model(model: Any) -> None:
         wrapper = next(iter(sorted(kinds & _WRAPPERS)), None)
         if wrapper is not None:
             where = f"its module {name}" if name else "the model"
+            shard = ', and shard="parameters" to divide it' if wrapper.startswith(("FSDP", "Fully")) else ""
             raise ConfigurationError(
                 f"{where} is wrapped by {wrapper}, and the library divides batches and sums gradients itself; give "
-                "vf.elastic the plain model, with an optimizer made of its parameters"
+                f"vf.elastic the plain model, with an optimizer made of its parameters{shard}"
             )
 
 
@@ -220,6 +268,19 @@ def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, sca
         )
 
 
+def check_scratch(directory: Path | None) -> None:
+    if directory is None:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"vf.Memory(scratch={str(directory)!r}): no file can be made there ({error.strerror}); name a directory on "
+            "a disk of this machine that is writable"
+        ) from None
+
+
 def check_backward(
     said: PartialBackward | None, told: BackwardSpec | None, virtual_nodes: int, *, layer_major: bool
 ) -> None:
@@ -324,6 +385,32 @@ def fused_sgd_steps(dtype: torch.dtype) -> bool:
     return bool((parameter == 0.5).all())
 
 
+def check_reduce_dtype(dtype: Any, model: nn.Module, scaler: Any) -> None:
+    """Check in which type gradients are to be summed up.
+
+    Raises:
+        ConfigurationError: it is none, cannot hold some of them, or a scaler would unscale them in another one.
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(
+            f"reduce_dtype is {dtype!r}; it must be a floating-point type of torch, such as torch.float32, or left out"
+        )
+    for name, parameter in model.named_parameters():
+        own = parameter.dtype
+        if own.is_floating_point and own != dtype and own.itemsize >= dtype.itemsize:
+            raise ConfigurationError(
+                f"parameter {name} is of {own}, and sums in reduce_dtype={dtype} would lose bits of its gradients; "
+                "name a type that holds those of all parameters, such as torch.float32, or leave it out"
+            )
+        if own.is_floating_point and own != dtype and scaler is not None:
+            raise ConfigurationError(
+                f"a GradScaler unscales the gradient of {name} in {own}, behind the sums in reduce_dtype={dtype}; "
+                "train in bfloat16 without a scaler, or leave out reduce_dtype"
+            )
+
+
 def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for part in optimizers_of(optimizer):
         name = type(part).__name__
@@ -359,7 +446,7 @@ def check_redundancy(redundancy: str, *, sharded: bool, saves: bool) -> None:
     if redundancy != "peer" and not sharded:
         raise ConfigurationError(
             f"redundancy={redundancy!r} is about shares of the optimizer's state, and every worker keeps all of it; "
-            "give shard_optimizer=True, or leave it out"
+            'give shard="parameters" or shard_optimizer=True, or leave it out'
         )
     if redundancy == "checkpoint" and not saves:
         raise ConfigurationError(
@@ -369,21 +456,27 @@ def check_redundancy(redundancy: str, *, sharded: bool, saves: bool) -> None:
 
 
 def check_sharding(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, block: int, device: torch.device | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    block: int,
+    device: torch.device | None,
+    argument: str = "shard_optimizer",
 ) -> None:
+    """Check that shares of the optimizer's state can be kept apart; ``argument``: what of the script asks for that."""
     for part in optimizers_of(optimizer):
         reason = why_not_separable(part, block, device)
         if reason is not None:
             raise ConfigurationError(
                 f"{type(part).__name__} cannot be sharded, because {reason}; use an optimizer that treats each element "
-                "for itself, such as AdamW, or leave out shard_optimizer"
+                f"for itself, such as AdamW, or leave out {argument}"
             )
     if scaler is not None:
         raise ConfigurationError(
             "a GradScaler looks at the whole gradient, which no worker has when the optimizer is sharded; train in "
-            "bfloat16 without a scaler, or leave out shard_optimizer"
+            f"bfloat16 without a scaler, or leave out {argument}"
         )
-    _refuse_overlaps(model, "so two workers would step it", "shard_optimizer")
+    _refuse_overlaps(model, "so two workers would step it", argument)
 
 
 def _refuse_overlaps(model: nn.Module, consequence: str, without: str) -> None:

@@ -73,7 +73,9 @@ def claim_name(environment: WorkerEnvironment) -> None:
     coordinator = environment.coordinator
     if coordinator is None or environment.profile_out is not None or sys.platform != "linux":
         return
-    job = "\n".join((coordinator, environment.job, environment.worker))
+    place = environment.place
+    which = () if place is None else (str(place),)
+    job = "\n".join((coordinator, environment.job, environment.worker, *which))
     name = b"\0virtualflow-" + hashlib.sha256(job.encode()).hexdigest()[:40].encode()
     if name in _claims:
         return

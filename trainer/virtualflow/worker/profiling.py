@@ -26,9 +26,10 @@ from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_
 from virtualflow.device import device_name, device_of, free_bytes
 from virtualflow.errors import ConfigurationError, Profiled, installed
 from virtualflow.progress import ProgressBar
-from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
+from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, read_fitting
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.wording import counted
+from virtualflow.reduction import Precision
 from virtualflow.worker.loading import Staging
 from virtualflow.worker.options import Options
 from virtualflow.worker.settings import WorkerSettings
@@ -70,12 +71,12 @@ def describe_situation(
     )
 
 
-def foretell_pace(environment: WorkerEnvironment, situation: Situation) -> tuple[float | None, str | None]:
-    """Seconds per virtual node by the profile that this worker was given, and a warning if that says nothing."""
+def given_profile(environment: WorkerEnvironment, situation: Situation) -> tuple[DeviceProfile | None, str | None]:
+    """The profile that this worker was given, and a warning if that says nothing of it."""
     if environment.profile is None:
         return None, None
     try:
-        return guess_pace(environment.profile, situation), None
+        return read_fitting(environment.profile, situation), None
     except ConfigurationError as error:
         logger.warning("%s", error)
         return None, str(error)
@@ -143,7 +144,10 @@ class Profiling:
         with installed():
             from virtualflow.memory.activations import ActivationSettings, ChainMeasurement
         activations = settings.activations or ActivationSettings()
-        self._chain = ChainMeasurement(model, self._device, wanted, activations)
+        scratch = options.memory is not None and options.memory.scratch is not None
+        self._chain = ChainMeasurement(
+            model, self._device, wanted, activations, scratch=scratch, precision=Precision(options.reduce_dtype)
+        )
         self._warm_up = activations.warm_up
         self._blank = DeviceProfile(
             device_type=situation.device_type,
@@ -253,7 +257,7 @@ class Profiling:
             self._optimizer.step()
         from virtualflow.memory.activations import bytes_of_state
 
-        return bytes_of_state(self._optimizer, self._device)
+        return bytes_of_state(self._optimizer.state.values(), self._device)
 
     def _open_source(self, samples: int) -> Source:
         return open_source(

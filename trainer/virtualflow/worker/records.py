@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, Traffic, write_report
-from virtualflow.reduction import AttemptSpoiled, Passage, Scheduled, planned_bytes, stages, summarize
+from virtualflow.reduction import AttemptSpoiled, Passage, Scheduled, stages, summarize
 from virtualflow.state import content_hash, optimizers_of
 from virtualflow.step import Attempt, StepPart
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
@@ -131,9 +131,10 @@ class Explanation(StepPart):
 
     def _report(self) -> ExchangeReport:
         update, schedule, latest = self._training.update, self._schedule, self._latest
-        terms, rows = update.reducer.terms, schedule[0].shape.rows if schedule else (1,)
+        whole_passes = update.reducer.schedule_if_whole() if schedule else []
+        terms, rows = update.reducer.terms, whole_passes[0].shape.rows if whole_passes else (1,)
         names = [*(name for name, _ in self._training.model.named_parameters()), *update.sync.settled.averaged]
-        planned = [planned_bytes(one.bucket, one.choice.way, rows, one.portions, self._rank) for one in schedule]
+        planned = [one.moved(self._rank) for one in schedule]
         buckets = [
             _describe(one, names, summarize(planned[at : at + 1], [step.passages[at : at + 1] for step in latest]))
             for at, one in enumerate(schedule)
@@ -151,7 +152,14 @@ class Explanation(StepPart):
             buckets=buckets,
             traffic=whole,
             beside=(sent - whole.sent, received - whole.received),
+            sent=_sent(schedule, len(rows)),
+            sent_if_whole=_sent(whole_passes, len(rows)),
         )
+
+
+def _sent(schedule: Sequence[Scheduled], workers: int) -> list[int]:
+    """Bytes that each of so many workers sends."""
+    return [sum(one.moved(rank)[0] for one in schedule) for rank in range(workers)]
 
 
 def _describe(one: Scheduled, names: Sequence[str], traffic: Traffic) -> BucketReport:

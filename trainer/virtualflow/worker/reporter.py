@@ -98,7 +98,7 @@ class Reporter(StepPart):
         told = self._session.state.memory = m.MemoryPlan(kept, swapped, recomputed, plan.reason[:MAX_TEXT])
         self._session.send(m.Note("info", f"{self._session.worker}: {plan.reason}"[:MAX_TEXT], told))
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         self._pace_policy.enter()
         self.progress(now=True)
 
@@ -112,7 +112,7 @@ class Reporter(StepPart):
         whole = shards is None or shards.states == shards.all
         return m.Done(
             step=training.completed_steps,
-            digest=digests.digest(training.model.state_dict()),
+            digest=training.digest or digests.digest(training.model.state_dict()),
             # Of a sharded optimizer, only the leader has the whole by then.
             optimizer_digest=training.companion_digest() if whole else "",
             metrics=as_metrics(training.numbers),
@@ -178,6 +178,11 @@ class PlannedActivations(StepPart):
     def __init__(self, activations: Activations, reporter: Reporter) -> None:
         self._activations, self._reporter = activations, reporter
 
+    def enter(self, assigned: Sequence[int]) -> None:
+        plan = self._activations.entered()
+        if plan is not None:
+            self._reporter.plan(plan)
+
     def before_pass(self, attempt: Attempt) -> None:
         self._activations.begin()
 
@@ -201,7 +206,7 @@ class Pacing(StepPart):
         self.pace = PaceMeter()
         self._reporter = reporter
 
-    def enter(self, assigned: range) -> None:
+    def enter(self, assigned: Sequence[int]) -> None:
         self.pace.enter()
 
     def begin(self, attempt: Attempt) -> None:

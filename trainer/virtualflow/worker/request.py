@@ -11,23 +11,27 @@ from torch import nn
 
 from virtualflow.data import micro_batch
 from virtualflow.device import device_of
-from virtualflow.errors import installed
+from virtualflow.errors import ConfigurationError, installed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.reduction import Summation, choose_summation
 from virtualflow.state import choose_policy
-from virtualflow.step import HOST, PartialBackward, agreed
+from virtualflow.step import HOST, MetaModel, PartialBackward, agreed
 from virtualflow.worker.options import (
     Options,
+    ShardParameters,
     check_backward,
     check_device,
     check_exchange,
     check_host_optimizer,
     check_layer_major,
     check_optimizer,
+    check_reduce_dtype,
     check_redundancy,
     check_reproducibility,
     check_scheduler,
+    check_scratch,
     check_sharding,
     check_sizes,
     check_trackers,
@@ -61,6 +65,8 @@ class Request:
     settings: WorkerSettings
     former: tuple[FormerRun, ...] = ()
     """The runs of the script before this one, in this process."""
+    meta: MetaModel | None = None
+    """Makes the parameters of a model that was built on the meta device; ``None``: it was built elsewhere."""
     over: m.RunOver | None = None
     """The job is in a later run: this worker takes up what the present one has ended with."""
 
@@ -80,6 +86,11 @@ class Request:
     @property
     def bitwise(self) -> bool:
         return self.reproducibility == "bitwise"
+
+    @property
+    def summation(self) -> Summation:
+        """The order in which virtual nodes are added up, and its precision."""
+        return choose_summation(self.virtual_nodes, self.reproducibility, self.options.reduce_dtype)
 
     @property
     def last_step(self) -> int | None:
@@ -116,6 +127,12 @@ class Request:
         return self.memory is not None and self.memory.optimizer == "host"
 
     @property
+    def scratch(self) -> Path | None:
+        """Where sums of gradients wait that are not needed soon, if not in memory."""
+        said = None if self.memory is None else self.memory.scratch
+        return None if said is None else Path(said)
+
+    @property
     def layer_major(self) -> bool:
         """Whether the model is on the host, and its blocks come to the device one after the other."""
         return self.memory is not None and self.memory.layer_major
@@ -130,6 +147,32 @@ class Request:
         return micro_batch(self.options.batch_size, self.virtual_nodes)
 
 
+def check_sharded_parameters(request: Request) -> None:
+    """See that nothing needs the whole model where each worker keeps a share of it."""
+    options = request.options
+    if options.shard not in ("parameters", "hybrid") and not isinstance(options.shard, ShardParameters):
+        raise ConfigurationError(
+            f'shard is {options.shard!r}; it must be "parameters", "hybrid", vf.ShardParameters(...), or left out'
+        )
+    instead = {
+        "backward=": (request.backward is not None, "leave one of the two out"),
+        'optimizer="host"': (request.host_optimizer, "leave it out: states are divided, too"),
+        'order="layer-major"': (request.layer_major, "leave it out: blocks are gathered one after the other anyway"),
+        "verify": (bool(request.environment.verify), "leave one of the two out"),
+    }
+    for name, (there, advice) in instead.items():
+        if there:
+            raise ConfigurationError(
+                f'shard="parameters" does not go together with {name}, which needs the whole model on a worker; '
+                f"{advice}"
+            )
+    if options.shard == "hybrid" and request.memory is not None and request.memory.plans_activations:
+        raise ConfigurationError(
+            'shard="hybrid" does not go together with a plan of activations yet, which would take the values that a '
+            'worker holds for those of shard="parameters"; choose the latter, or leave out device= of vf.Memory'
+        )
+
+
 def check_request(request: Request) -> None:
     options = request.options
     refuse_launchers(request.environment)
@@ -139,18 +182,23 @@ def check_request(request: Request) -> None:
     check_exchange(options.exchange)
     check_trackers(options.trackers)
     check_optimizer(request.model, request.optimizer)
+    check_reduce_dtype(options.reduce_dtype, request.model, options.scaler)
     check_scheduler(options.scheduler, options.scheduler_interval)
     check_device(options.device, request.model, layer_major=request.layer_major)
     check_backward(
         options.backward, request.environment.backward, request.virtual_nodes, layer_major=request.layer_major
     )
+    check_scratch(request.scratch)
     check_layer_major(request.memory, request.environment, options.scaler)
     if request.host_optimizer:
         check_host_optimizer(request.model, request.optimizer)
     alone = request.environment.coordinator is None
     saves = alone or choose_policy(options.checkpoint, request.environment) is not None
-    check_redundancy(options.redundancy, sharded=options.shard_optimizer, saves=saves)
-    if options.shard_optimizer:
+    check_redundancy(options.redundancy, sharded=options.shards, saves=saves)
+    if options.shard is not None:
+        check_sharded_parameters(request)
+    if options.shards:
         block = request.settings.reduction.norm_block
         device = HOST if request.host_optimizer else None
-        check_sharding(request.model, request.optimizer, options.scaler, block, device)
+        argument = 'shard="parameters"' if options.shards_parameters else "shard_optimizer"
+        check_sharding(request.model, request.optimizer, options.scaler, block, device, argument)

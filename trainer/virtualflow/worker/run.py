@@ -37,6 +37,7 @@ from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.protocol.wording import as_metrics, describe_end, too_long
 from virtualflow.state import join_optimizers
+from virtualflow.step import MetaModel
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options, check_model
 from virtualflow.worker.process import NameTaken, Sigterm, claim_name, read_exit
@@ -93,14 +94,18 @@ class Run:
         try:
             environment = _read_environment()
             claim_name(environment)
+            options = options.told(environment)
             check_model(model)
+            meta = None
+            if options.shards_parameters and any(parameter.is_meta for parameter in model.parameters()):
+                meta = MetaModel(model, options.device or torch.device("cpu"), options.seed)
             one = join_optimizers(optimizer)
         except NameTaken:
             raise
         except VirtualFlowError as error:
             self._termination_message.ended(error, does_not_fit=isinstance(error, DoesNotFit))
             raise
-        self._request = Request(model, one, dataset, options, environment, settings)
+        self._request = Request(model, one, dataset, options, environment, settings, meta=meta)
         self._loop: Loop | None = None
         self._resources = ExitStack()
         """All that is to be given back when the ``with`` block ends."""
@@ -194,7 +199,7 @@ class Run:
         if isinstance(told, Drained):
             if len(session.state.ranges) == 1 and self._loop.between_steps:
                 training.arrive()
-                context.checkpointer.save_final(training)
+                context.membership.save_final()
             session.leave_alone()
         return told
 

@@ -1,8 +1,8 @@
 """What workers do together for a checkpoint, and at the end of a training.
 
 The leader writes checkpoints, when the script's code behind a step has run: whoever begins from one will not run it. Of
-a sharded optimizer it needs the states of all for that. Each exchange at the end is one like a step's: counted, and
-repeated with others if somebody is lost meanwhile.
+a sharded optimizer it needs the states of all for that; where parameters are divided, each worker writes its share.
+Each exchange at the end is one like a step's: counted, and repeated with others if somebody is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class Saving:
             self._save_together()
 
     def _save_together(self) -> None:
+        self._session.activity.mark(SAVING, self._training.completed_steps)
         try:
+            if self._training.update.sharded is not None:
+                self._membership.save_shares()
+                return
             self._membership.complete_leader()
         except CommunicatorBroken as error:
             self._membership.recover(error)  # the next checkpoint that is due tries again
@@ -67,8 +71,12 @@ class Saving:
         self._membership.keep_share()
 
 
-def complete_leader(membership: Membership, training: Training) -> None:
-    """Let whoever is the leader have the whole state of a sharded optimizer, from now on."""
+def complete_leader(membership: Membership, training: Training, *, saves: bool = False) -> None:
+    """Let whoever is the leader have the whole state of a sharded optimizer, from now on.
+
+    Args:
+        saves: whether all write a checkpoint where nobody can have the whole, since parameters are divided.
+    """
     shards = training.update.shards
     if shards is None or shards.finishing:
         return
@@ -77,6 +85,8 @@ def complete_leader(membership: Membership, training: Training) -> None:
     while training.exchanges < number:
         try:
             membership.complete_leader()
+            if saves and training.update.sharded is not None:
+                membership.save_final()
         except CommunicatorBroken as error:
             membership.recover(error)
         else:

@@ -20,7 +20,7 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_RUNS, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
-from virtualflow.protocol.versions import this_speaker
+from virtualflow.protocol.versions import PROCESSES_PROTOCOL, this_speaker
 from virtualflow.state import Kind
 from virtualflow.transport import Communicator, Link, Signer
 from virtualflow.worker.communicators import Communicators
@@ -56,11 +56,14 @@ class Session:
         settings: WorkerSettings,
         incarnation: str | None = None,
         signer: Signer | None = None,
+        *,
+        asks: bool = False,
     ) -> None:
         assert environment.coordinator is not None
         self.state = state
         self.worker = environment.worker
         self.incarnation = incarnation or uuid.uuid4().hex
+        self._place = environment.place
         self.communicator: Communicator | None = None
         self._address = environment.address
         self._settings = settings.link
@@ -77,7 +80,7 @@ class Session:
         self._noticed = threading.Event()
         """The training thread knows that this process is not to go on."""
         self.communicators = Communicators(
-            self.link, state, self.incarnation, settings, self.interruption, self.offered, signer
+            self.link, state, self.incarnation, settings, self.interruption, self.offered, signer, asks
         )
         self.reserve = self.communicators.reserve
 
@@ -413,11 +416,11 @@ class Session:
         self.link.wait(lambda: self.link.released or self.link.ended or self.link.refused, self._settings.goodbye)
 
     def _hello(self) -> m.Hello:
-        state, us, newest = self.state, this_speaker(self.worker), self.link.plan
+        state, us, newest, place = self.state, this_speaker(self.worker), self.link.plan, self._place
         deadline = self.link.drain_until if self.link.drain is not None else self.state.drain_until
         return m.Hello(
             protocol=us.newest,
-            oldest_protocol=us.oldest,
+            oldest_protocol=us.oldest if place is None else max(us.oldest, PROCESSES_PROTOCOL),
             version=us.version,
             worker=self.worker,
             incarnation=self.incarnation,
@@ -446,6 +449,9 @@ class Session:
             capacity=state.capacity,
             run=state.run,
             runs=state.runs[-MAX_RUNS:],
+            launch="" if place is None else place.launch,
+            local_rank=0 if place is None else place.local_rank,
+            local_world_size=1 if place is None else place.local_world_size,
         )
 
     def _on_over(self) -> None:

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,8 +20,8 @@ from virtualflow.data import Orders, Source, open_orders, open_source
 from virtualflow.device import describe_device, device_of, fingerprint, pin, probe_bits
 from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.device_profile import Situation
-from virtualflow.reduction import choose_summation, host_memory
+from virtualflow.protocol.device_profile import Situation, block_seconds, seconds_for
+from virtualflow.reduction import Row, host_memory, plan_offload
 from virtualflow.state import (
     Checkpointer,
     Companions,
@@ -39,9 +40,12 @@ from virtualflow.step import (
     MicrobatchFusion,
     OptimizerOptions,
     Parts,
+    ShardedParameters,
+    SlicedValues,
     SpotChecker,
     StepPart,
     Update,
+    check_averages,
     choose_sums,
     find_lost_state,
 )
@@ -51,9 +55,9 @@ from virtualflow.worker.contents import describe_contents
 from virtualflow.worker.loading import Loading, Staging
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
-from virtualflow.worker.options import describe_samples
+from virtualflow.worker.options import ShardParameters, describe_samples
 from virtualflow.worker.parts import in_order
-from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
+from virtualflow.worker.profiling import Profiling, describe_situation, given_profile
 from virtualflow.worker.records import Audit, Explanation, TraceWriter
 from virtualflow.worker.reporter import Pacing, PlannedActivations, Reporter, UsageMeter
 from virtualflow.worker.request import Request, check_request
@@ -123,7 +127,9 @@ def open_session(request: Request, resources: ExitStack, incarnation: str) -> An
     else:
         credential = environment.credential
         signer = None if isinstance(credential, str) else credential
-        session = Session(environment, state, settings, incarnation, signer=signer)
+        session = Session(
+            environment, state, settings, incarnation, signer=signer, asks=request.options.shards_parameters
+        )
         session.link.usage = UsageMeter(request.device, state, request.options.batch_size).read
     resources.callback(session.close)
     return session
@@ -139,7 +145,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     source = _open_source(request, orders, resources)
     update = _open_update(request, session, resources)
     fusion = _held(resources, _open_fusion(request, source))
-    companions = Companions(options.state)
+    averages = [] if update.shards is None else update.shards.averages
+    companions = Companions(options.state, {average.name: average for average in averages})
     _check_states(request, session)
     training = Training(
         request.model,
@@ -151,6 +158,9 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         last_step=request.last_step,
         epochs=options.epochs,
     )
+    for average in averages:
+        average.repeats = lambda: training.repeats
+        resources.callback(average.close)
     signature = signature_of(request.model, request.optimizer)
     if companions:
         signature["state"] = companions.names
@@ -162,6 +172,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     # It is on the device where nothing is said. In layer-major order it steps where the model is.
     if request.host_optimizer or (request.layer_major and request.device.type != "cpu"):
         signature["placement"] = "host"
+    if options.reduce_dtype is not None and update.sync.widens:
+        signature["reduce_dtype"] = str(options.reduce_dtype).removeprefix("torch.")
     if update.sync.sums:
         signature["sums"] = list(update.sync.sums)
     if update.cut is not None:
@@ -182,7 +194,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     clocks = [clock.exclude for clock in (None if pacing is None else pacing.pace, fusion) if clock is not None]
     turns = _held(resources, open_turns(environment, session, request.device, settings, clocks))
     tracking = _held(resources, _open_tracking(request, session, training))
-    activations = None if profiling is not None else _held(resources, _open_activations(request, reporter))
+    activations = None if profiling is not None else _held(resources, _open_activations(request, update, reporter))
     parts = in_order(
         guard=guard,
         turns=turns,
@@ -197,10 +209,14 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         pacing=pacing,
         reporter=reporter,
     )
-    if options.shard_optimizer:  # which checkpoints need not know
+    if options.shards:  # which checkpoints need not know
         copies, run = "twice" if options.redundancy == "peer" else "once", request.settings.reduction.bucket
         sharding = f"sharded in runs of {run:,} bytes and kept {copies}"
-        signature = {**signature, "optimizer": f"{signature['optimizer']}, {sharding}"}
+        of_each = " within each worker" if options.hybrid else ""
+        what = f"with the parameters sharded{of_each}" if options.shards_parameters else "sharded"
+        signature = {**signature, "optimizer": f"{signature['optimizer']}, {sharding.replace('sharded', what, 1)}"}
+    if update.sharded is not None:
+        signature = {**signature, "blocks": update.sharded.names}
     if update.spot_checker is not None:  # all choose the same virtual nodes
         signature = {**signature, "verify": str(update.spot_checker.sample)}
     signature = {**signature, "samples": describe_samples(options, samples)}
@@ -257,9 +273,15 @@ def connect(context: Context) -> None:
     session, request = context.session, context.request
     warning = None
     if session.coordinated:
-        if request.backward is not None:
-            session.state.classes, session.state.capacity = request.backward.classes(), request.capacity
-        session.state.pace, warning = foretell_pace(request.environment, context.situation)
+        profile, warning = given_profile(request.environment, context.situation)
+        micro_batch = context.situation.micro_batch
+        if profile is not None:
+            session.state.pace = seconds_for(profile, micro_batch)
+        cut = context.update.cut
+        if cut is not None:
+            if profile is not None:
+                cut.costs = replace(cut.costs, seconds=block_seconds(profile, micro_batch, cut.names))
+            session.state.classes, session.state.capacity = cut.classes(), request.capacity
         if request.bitwise:
             session.state.self_test = probe_bits(request.device)
     try:
@@ -297,7 +319,11 @@ def _open_update(request: Request, session: AnySession, resources: ExitStack) ->
         scaler=options.scaler,
         clip_norm=options.clip_grad_norm,
         clip_value=options.clip_grad_value,
-        shard_copies=(2 if options.redundancy == "peer" else 1) if options.shard_optimizer else 0,
+        shard_copies=(2 if options.redundancy == "peer" else 1) if options.shards else 0,
+        alike=request.bitwise,
+        shards_values=options.shards_parameters,
+        meta=request.meta,
+        averages=check_averages(request.model, options.state) if options.shards_parameters else {},
         host=host_memory(device_of(request.model)) if request.host_optimizer else None,
     )
     sample = request.environment.verify
@@ -309,17 +335,46 @@ def _open_update(request: Request, session: AnySession, resources: ExitStack) ->
     update = Update(
         request.model,
         optimizing,
-        choose_summation(request.virtual_nodes, request.reproducibility),
+        request.summation,
         micro_batch=request.micro_batch,
-        reduction=options.reduction(request.settings.reduction),
+        reduction=replace(options.reduction(request.settings.reduction), scratch=request.scratch),
         # Alone, or where other bits are as good, there is nobody to compare with.
-        watch=request.settings.watch if request.bitwise and session.coordinated else None,
+        watch=request.settings.watch
+        if request.bitwise and session.coordinated and not options.shards_parameters
+        else None,
         spot_checker=spot_checker,
         cut=_held(resources, _open_cut(request)),
         sums=choose_sums(request.model, options.buffers),
+        sharded=partial(_open_sharded, request) if options.shards_parameters else None,
     )
     resources.callback(update.close)
     return update
+
+
+def _open_sharded(request: Request, values: SlicedValues, row: Row) -> ShardedParameters:
+    with installed():
+        from virtualflow.memory.activations import find_blocks
+    shard = request.options.shard
+    reduction = replace(request.settings.reduction, scratch=request.scratch)
+    summation = request.summation
+    size = sum(p.numel() * summation.precision.of(p.dtype).itemsize for p in request.model.parameters())
+    blocks, _ = find_blocks(
+        request.model,
+        shard.blocks if isinstance(shard, ShardParameters) else None,
+        argument="name its blocks: shard=vf.ShardParameters({})",
+        compiled="compile its blocks, as in: for block in model.blocks: block.compile()",
+        opaque=True,
+    )
+    return ShardedParameters(
+        request.model,
+        blocks,
+        values,
+        row,
+        summation,
+        request.settings.communicator.wait_slice,
+        plan_offload(device_of(request.model), size, reduction) if request.scratch is not None else None,
+        hybrid=request.options.hybrid,
+    )
 
 
 def _open_cut(request: Request) -> BackwardCut | None:
@@ -331,7 +386,7 @@ def _open_cut(request: Request) -> BackwardCut | None:
     blocks, _ = find_blocks(
         request.model,
         backward.blocks,
-        argument="vf.PartialBackward({})",
+        argument="name its blocks: vf.PartialBackward({})",
         compiled="train the model as it is, or leave out backward=",
     )
     return BackwardCut(request.model, blocks, backward, request.virtual_nodes)
@@ -347,17 +402,25 @@ def _open_guard(request: Request, session: AnySession, companions: Companions) -
             *schedulers_of(options.scheduler),
             *(s for s in options.state.values() if isinstance(s, LRScheduler)),
         ],
-        sharded=options.shard_optimizer,
+        sharded=options.shards,
+        divided=options.shards_parameters,
         settings=request.settings.guard,
         warn=partial(session.note, "warning"),
     )
 
 
-def _open_activations(request: Request, reporter: Reporter) -> PlannedActivations | None:
+def _open_activations(request: Request, update: Update, reporter: Reporter) -> PlannedActivations | None:
     memory, device = request.memory, device_of(request.model)
     if memory is None or not memory.plans_activations:
         return None
     from virtualflow.memory.activations import Activations, ActivationSettings, bytes_of_state
+
+    def optimizer_bytes() -> int:
+        shards, there = update.shards, HOST if memory.optimizer == "host" else device
+        if shards is None:
+            return bytes_of_state(request.optimizer.state.values(), there)
+        here = bytes_of_state(shards.states_here, there)
+        return here if update.sharded is None else math.ceil(here / (shards.portion or 1.0))
 
     activations = Activations(
         request.model,
@@ -365,8 +428,11 @@ def _open_activations(request: Request, reporter: Reporter) -> PlannedActivation
         memory,
         micro_batch=request.micro_batch,
         virtual_nodes=request.virtual_nodes,
-        optimizer_bytes=lambda: bytes_of_state(request.optimizer, HOST if memory.optimizer == "host" else device),
+        optimizer_bytes=optimizer_bytes,
         settings=request.settings.activations or ActivationSettings(),
+        divided=update.sharded,
+        copies=2 if request.options.redundancy == "peer" else 1,
+        precision=request.summation.precision,
     )
     return PlannedActivations(activations, reporter)
 
@@ -378,8 +444,7 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
     from virtualflow.memory.activations import Carrier, Chain, LayerMajor
 
     chain = Chain(request.model, memory.blocks)
-    summation = choose_summation(request.virtual_nodes, request.reproducibility)
-    return chain, LayerMajor(chain, Carrier(request.device), summation, memory.budget)
+    return chain, LayerMajor(chain, Carrier(request.device), request.summation, memory.budget)
 
 
 def _open_fusion(request: Request, source: Source) -> MicrobatchFusion | None:
@@ -406,8 +471,9 @@ def _open_checkpointer(
     def report(state: m.CheckpointState) -> None:
         session.send(m.Checkpointed(state), keep=True)
 
-    # Only workers that come to the same bits compare their states.
-    doubt = request.settings.watch.sweep if request.bitwise and session.coordinated else 0
+    # Only workers that come to the same bits compare their states, and only states that are not divided.
+    compared = request.bitwise and session.coordinated and not request.options.shards_parameters
+    doubt = request.settings.watch.sweep if compared else 0
     copies = _open_copies(request, identity, session) if trains else None
     checkpointer = Checkpointer(
         policy,
@@ -427,7 +493,7 @@ def _open_checkpointer(
 def _open_copies(request: Request, identity: JobIdentity, session: AnySession) -> MemoryCopies | None:
     """Copies of the state in the coordinator's memory, if they are wanted; a sharded optimizer's would not be whole."""
     environment, settings = request.environment, request.settings
-    if not environment.checkpoint_memory or isinstance(session, StandaloneSession) or request.options.shard_optimizer:
+    if not environment.checkpoint_memory or isinstance(session, StandaloneSession) or request.options.shards:
         return None
     assert environment.coordinator is not None
     link = session.link

@@ -63,11 +63,11 @@ class Stopwatch:
         """The job was held on purpose for so long, which is nobody's pause."""
         self._held += seconds
 
-    def commit(self, now: float, step: int, members_before: int | None, generation: m.Generation) -> m.Change | None:
+    def commit(self, now: float, step: int, workers_before: int | None, generation: m.Generation) -> m.Change | None:
         """``step`` is committed; the membership change that came before it, if there was one.
 
         Args:
-            members_before: how many workers made the step before it, ``None`` at the start: there may have been others,
+            workers_before: how many workers made the step before it, ``None`` at the start: there may have been others,
                 of whom nobody survived and no checkpoint is left, so the restart is told as one from no workers.
         """
         passed = None if self._committed_at is None else now - self._committed_at - self._held
@@ -83,13 +83,13 @@ class Stopwatch:
             return None
         self._latest.clear()
         cause = _cause(plans)
-        if cause == "start" or (members_before is None and cause != "restart"):
+        if cause == "start" or (workers_before is None and cause != "restart"):
             return None
         return m.Change(
             generation=generation,
             step=step,
-            from_=members_before or 0,
-            to=len(plans[-1].members),
+            from_=workers_before or 0,
+            to=plans[-1].workers,
             cause=cause,
             reason="; ".join(plan.reason for plan in plans)[:MAX_TEXT],
             pause_ms=None if passed is None else 1_000 * passed,

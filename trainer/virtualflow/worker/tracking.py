@@ -75,7 +75,7 @@ class Tracking(StepPart):
             epoch if epoch_step else epoch - 1,
             time.time(),
             seconds,
-            training.members or 0,
+            training.workers or 0,
             self._rates,
             {**training.metrics, **logged},
             next((change for change in reversed(training.changes.values()) if change.step == step), None),

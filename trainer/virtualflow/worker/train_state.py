@@ -18,6 +18,7 @@ from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.protocol.wording import not_finite
 from virtualflow.state import (
     Companions,
+    OwnShare,
     Path,
     Reserve,
     capture,
@@ -66,7 +67,7 @@ class Training:
     """What the last exchange brought, if it was one of an evaluation: others may need it again."""
     arrived: bool = True
     """Whether the user's code between the last exchange and the next one has run here, with all that it may change."""
-    members: int | None = None
+    workers: int | None = None
     """How many workers made the last step."""
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Membership changes so far, for coordinators and members to come."""
@@ -74,6 +75,8 @@ class Training:
     """What names it; empty: it has not begun."""
     built: dict[str, str] = field(default_factory=dict)
     """How optimizer and scheduler were built when it began; empty: a checkpoint of an earlier version does not say."""
+    digest: str = ""
+    """Of the model at the end, where nobody has all of it; else empty."""
     tracked: dict[int, Entry] = field(default_factory=dict)
     """Steps that trackers may not have yet, by number."""
 
@@ -108,14 +111,14 @@ class Training:
     def numbers(self) -> dict[str, float]:
         return {**self.metrics, **self.logged}
 
-    def commit(self, reduced: Reduced, members: int) -> None:
+    def commit(self, reduced: Reduced, workers: int) -> None:
         epoch, epoch_step = self.position
         epoch_ends = not any(header.more for header in reduced.headers)
         self.update.apply(reduced, epoch_ends)
         self.completed_steps += 1
         self.complete_exchange(None)
         self.position = (epoch + 1, 0) if epoch_ends else (epoch, epoch_step + 1)
-        self.metrics, self.members = reduced.metrics, members
+        self.metrics, self.workers = reduced.metrics, workers
         self.note_non_finite(reduced.metrics)
 
     def complete_exchange(self, evaluated: list[Tensor] | None) -> None:
@@ -140,12 +143,19 @@ class Training:
         self.arrived = True
 
     def _become(self, tree: dict[str, Any], *, given: bool = False) -> dict[str, Any]:
-        extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
+        extra = capture.restore(
+            self._with_values(tree), self.model, self.optimizer, self.scheduler, self.scaler, given=given
+        )
         self.companions.restore(tree.get("state", {}))
         self.update.sync.switches.restore(extra.get("switched", {}))
         if not self.exchanges:  # else its own script has set them, and may be in the middle of an evaluation
             self.update.sync.modes.restore(extra.get("modes", {}))
         return extra
+
+    @property
+    def repeats(self) -> bool:
+        """Whether what the script does now has been done already, in a state that was received: see :meth:`arrive`."""
+        return self._received is not None
 
     def note_non_finite(self, numbers: Mapping[str, float]) -> None:
         if self.non_finite is None:
@@ -166,7 +176,7 @@ class Training:
             "logged": self.logged,
             "nonFinite": msgspec.to_builtins(self.non_finite),
             "evaluated": self.evaluated,
-            "members": self.members,
+            "members": self.workers,
             "changes": msgspec.to_builtins(list(self.changes.values())),
             "id": self.id,
             "built": self.built,
@@ -184,6 +194,28 @@ class Training:
             tree["state"] = self.companions.capture()
         if not states:
             tree |= {"optimizer": {**tree["optimizer"], "state": {}}, "hosted": []}
+            if self._divided:
+                tree["parameters"] = {}
+        return tree
+
+    def capture_undivided(self) -> dict[str, Any]:
+        """What is the same on all workers where each has a share of the parameters, by reference."""
+        return self.capture(states=False)
+
+    def capture_share(self) -> OwnShare:
+        """What this worker has first of what is divided, by reference."""
+        assert self.update.shards is not None
+        return self.update.shards.capture()
+
+    @property
+    def _divided(self) -> bool:
+        """Whether the values of parameters do not travel with the rest."""
+        return self.update.sharded is not None
+
+    def _with_values(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A state that has come without the values of parameters: they stay as they are."""
+        if self._divided and not tree["parameters"]:
+            tree["parameters"] = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return tree
 
     def room(self) -> tuple[int, ...]:
@@ -203,7 +235,7 @@ class Training:
             in_place: into the model's own parameters where they are dense. Only for a worker that has no state to lose:
                 if the rest does not arrive, its model is spoiled.
         """
-        capture.check_fit(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        capture.check_fit(self._with_values(tree), self.model, self.optimizer, self.scheduler, self.scaler)
         self.companions.check_fit(tree.get("state", {}))
         own = capture.own_tensors(self.model, stripes) if in_place else {}
         return {path: own[path] if path in own else reserve.take(like) for path, like in stripes.items()}
@@ -232,7 +264,7 @@ class Training:
         self.completed_steps, self.exchanges = extra["step"], extra["exchanges"]
         self.position = (extra["position"][0], extra["position"][1])
         self.update.sync.settle(Schema.from_json(extra["schema"]))
-        self.metrics, self.logged, self.members = extra["metrics"], extra["logged"], extra["members"]
+        self.metrics, self.logged, self.workers = extra["metrics"], extra["logged"], extra["members"]
         # A checkpoint of an earlier version does not say it.
         self.non_finite = msgspec.convert(extra.get("nonFinite"), m.NonFinite | None)
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
@@ -249,15 +281,20 @@ class Training:
         kept = shards.detach_states()
         self.restore(tree, given=True)
         shards.attach_states(kept)
-        shards.values = shards.all
+        if shards.sliced is None:
+            shards.values = shards.all
 
-    def complete_pending(self, norm: float | None, members: int) -> None:
+    def complete_pending(self, norm: float | None, workers: int) -> None:
         """Commit the step that is pending, because it counts for others (``shards``)."""
-        self.commit(self.update.complete_pending(norm), members)
+        self.commit(self.update.complete_pending(norm), workers)
 
     def model_hash(self) -> int:
         beside = {f"state of {name}": value for name, value in self.companions.capture().items()}
-        return int(digests.digest({**self.model.state_dict(), **beside})[:15], 16)
+        model = self.model.state_dict()
+        if self._divided:  # those that are still to be made follow from the seed
+            hollow = {name for name, p in self.model.named_parameters(remove_duplicate=False) if 0 in p.stride()}
+            model = {name: value for name, value in model.items() if name not in hollow}
+        return int(digests.digest({**model, **beside})[:15], 16)
 
     def companion_digest(self) -> str:
         """SHA-256 (hex) of the optimizer's state and, where the script keeps something beside the model, of that."""
