@@ -177,6 +177,12 @@ def sleepers(process: subprocess.Popen[str], script: str) -> list[psutil.Process
             ["run", "--workers", "9", "--virtual-nodes", "8", "a.py"], "cannot share 8", id="too many workers"
         ),
         pytest.param(
+            ["run", "--workers", "3", "--processes-per-worker", "3", "--virtual-nodes", "8", "a.py"],
+            "3 workers of 3 processes cannot share 8",
+            id="too many processes",
+        ),
+        pytest.param(["processes", "2", "--"], "say what to run", id="processes of nothing"),
+        pytest.param(
             ["run", "--virtual-nodes", "4", "--schedule", "5:=5", "a.py"], "cannot share 4", id="too many later on"
         ),
         pytest.param(["run", "--schedule", "5:dance", "a.py"], "no action 'dance'", id="an unknown action"),

@@ -88,7 +88,8 @@ def test_a_script_that_cannot_be_run_is_told_in_a_sentence(tmp_path: Path, text:
 
 def report_of(buckets: list[BucketReport], rows: list[int], traffic: Traffic) -> ExchangeReport:
     numbers = {"latency": 1e-9, "byte": 1e-9, "add_byte": 0.0, "hidden": 0.25}
-    return ExchangeReport(10, "worker-0", 9, rows, True, numbers, buckets, traffic, (2_048, 1_024))
+    sent, whole = [2 << 20, 1 << 20], [2 << 20, 2 << 20]
+    return ExchangeReport(10, "worker-0", 9, rows, True, numbers, buckets, traffic, (2_048, 1_024), sent, whole)
 
 
 def test_one_worker_has_nothing_to_explain() -> None:
@@ -115,6 +116,8 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
         "receives 1.00 KiB: headers, and new values of a sharded optimizer",
         "network, measured when the last worker joined: messages take 1e-06 ms and bring 1 GB/s; additions no time a "
         "byte; beside a backward pass 25% of that is hidden",
+        "since backward passes end early, all workers together send 3.00 MiB of gradients, 75% of 4.00 MiB (by worker: "
+        "2.00 MiB, 1.00 MiB)",
         "",
         "bucket 1: 3.00 MiB of float32 (a, b, c and 1 more)",
         "  gather, beside the backward pass; why",
@@ -128,7 +131,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_buckets_that_are_alike_are_told_together() -> None:
     buckets = [bucket_of([name], seconds, 2 << 20) for name, seconds in (("a", 4e-3), ("b", 2e-3), ("c", 9e-3))]
     whole = Traffic(6 << 20, 3 << 20, 9 << 20, 3 << 20, 15e-3, 15e-3)
-    assert describe_exchange(report_of(buckets, [1, 1], whole)).splitlines()[6:] == [
+    assert describe_exchange(report_of(buckets, [1, 1], whole)).splitlines()[7:] == [
         "buckets 1 to 3: 9.00 MiB of float32 (a, b, c)",
         "  gather, beside the backward pass; why",
         "  stages: stages",

@@ -28,7 +28,9 @@ from virtualflow.protocol.settings import (
     ENV_ON_NON_FINITE,
     ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
+    ENV_REDUNDANCY,
     ENV_REPRODUCIBILITY,
+    ENV_SHARD,
     ENV_SIGN,
     ENV_TRUST,
     ENV_VERIFY,
@@ -164,6 +166,16 @@ def test_a_file_without_a_key_is_refused_before_anything_is_started(option: str,
         _resolve(_manifest(tmp_path), option, str(tmp_path / "job.yaml"))
 
 
+def test_a_manifest_says_how_many_processes_a_worker_has_unless_the_command_line_does(tmp_path: Path) -> None:
+    groups = _document()["spec"]["workerGroups"]
+    groups[0]["memory"] = {"device": "8Gi", "host": "9Gi"}
+    manifest = _manifest(tmp_path, processesPerWorker=2, workerGroups=groups)
+    chosen, other = _resolve(manifest), _resolve(manifest, "--processes-per-worker", "1")
+    assert (chosen.processes_per_worker, other.processes_per_worker) == (2, 1)
+    told = [(one.environment[ENV_DEVICE_MEMORY], one.environment[ENV_HOST_MEMORY]) for one in (chosen, other)]
+    assert told == [(str(8 << 30), str(9 << 29)), (str(8 << 30), str(9 << 30))]
+
+
 def test_memory_that_is_no_flag_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"spec\.checkpoint\.memory must be true or false, not 'yes'"):
         _resolve(_manifest(tmp_path, checkpoint={**CHECKPOINT, "memory": "yes"}))
@@ -288,6 +300,44 @@ def test_workers_are_told_how_far_backward_passes_go(tmp_path: Path) -> None:
     assert ENV_BACKWARD not in _resolve(_manifest(tmp_path)).environment
     with pytest.raises(ConfigurationError, match=r"spec.backward cannot be read: .*fractions"):
         _resolve(_manifest(tmp_path, backward={"fractions": [0]}))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "options", "told"),
+    [
+        pytest.param(None, [], (None, None), id="as the script says"),
+        pytest.param({"what": "Parameters"}, [], ("Parameters", None), id="the parameters"),
+        pytest.param({"what": "Optimizer", "redundancy": "None"}, [], ("Optimizer", "None"), id="with nobody else"),
+        pytest.param(None, ["--shard", "parameters", "--redundancy", "none"], ("Parameters", "None"), id="by options"),
+        pytest.param(
+            {"what": "Parameters", "redundancy": "None"}, ["--shard", "none"], ("None", "None"), id="options over it"
+        ),
+        pytest.param(None, ["--redundancy", "checkpoint"], (None, "Checkpoint"), id="the redundancy alone"),
+    ],
+)
+def test_workers_are_told_what_is_divided(
+    sharding: object, options: list[str], told: tuple[str | None, ...], tmp_path: Path
+) -> None:
+    environment = _resolve(_manifest(tmp_path, sharding=sharding), *options).environment
+    assert (environment.get(ENV_SHARD), environment.get(ENV_REDUNDANCY)) == told
+
+
+@pytest.mark.parametrize(
+    ("sharding", "sentence"),
+    [
+        pytest.param("Parameters", "spec.sharding must be a mapping", id="a word alone"),
+        pytest.param({}, "spec.sharding.what is missing", id="nothing"),
+        pytest.param({"what": "parameters"}, "what must be Parameters or Hybrid or Optimizer", id="another word"),
+        pytest.param(
+            {"what": "Parameters", "redundancy": "Checkpoint"},
+            "spec.sharding.redundancy is Checkpoint, and spec.checkpoint is missing; add one",
+            id="a checkpoint that nobody writes",
+        ),
+    ],
+)
+def test_a_division_that_makes_no_sense_is_refused(sharding: object, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        _resolve(_manifest(tmp_path, sharding=sharding))
 
 
 def test_a_profile_is_looked_for_beside_the_manifest(tmp_path: Path) -> None:

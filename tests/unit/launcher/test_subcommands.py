@@ -28,6 +28,7 @@ REQUIRED = {
     "explain": ["a.py"],
     "coordinator": ["--host", "127.0.0.1", "--port", "0"],
     "turns": ["turns.sock"],
+    "processes": [],
     "scale": [],
     "drain": ["worker-0"],
 }

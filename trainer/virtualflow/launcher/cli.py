@@ -1,5 +1,5 @@
 """The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``plan``, ``explain``, ``report``,
-``status``, ``scale``, ``drain``, ``coordinator`` and ``turns``.
+``status``, ``scale``, ``drain``, ``coordinator``, ``turns`` and ``processes``.
 
 Commands of other parts of the project (``virtualflow export``, ``simulate``) are found by the entry points of the group
 :data:`COMMANDS`: the command line knows their names, and nothing of what they do.
@@ -101,6 +101,7 @@ def parser() -> Parser:
         "drain": _drain,
         "coordinator": _coordinator,
         "turns": _turns,
+        "processes": _processes,
     }
     return build_parser(subcommands)
 
@@ -204,10 +205,12 @@ def _scale(arguments: argparse.Namespace) -> int:
     from virtualflow.protocol.http_api import ScaleCall
 
     async def scale(client: CoordinatorClient, name: str) -> str:
-        virtual_nodes = (await client.status()).virtual_nodes
-        if virtual_nodes is not None and arguments.workers > virtual_nodes:
+        status = await client.status()
+        virtual_nodes, processes = status.virtual_nodes, max((len(x.processes) for x in status.workers), default=0)
+        if virtual_nodes is not None and arguments.workers * max(1, processes) > virtual_nodes:
+            of_each = f" of {processes} processes" if processes else ""
             raise ConfigurationError(
-                f"{name} has {counted(virtual_nodes, 'virtual node')}; {counted(arguments.workers, 'worker')} "
+                f"{name} has {counted(virtual_nodes, 'virtual node')}; {counted(arguments.workers, 'worker')}{of_each} "
                 "cannot share them"
             )
         return f"{name}: {printable(await client.send(ScaleCall(arguments.workers)))}"
@@ -266,6 +269,18 @@ def _turns(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     return serve_turns(arguments.path, arguments.limit)
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    from virtualflow.launcher.processes import run_processes
+
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise ConfigurationError("say what to run, as in: virtualflow processes 2 -- python train.py")
+    try:
+        return run_processes(arguments.count, command)
+    except OSError as error:
+        raise ConfigurationError(f"{command[0]} cannot be executed: {error.strerror}") from None
 
 
 def _coordinator(arguments: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ class PlainConsole:
             return
         self._progress_at, self._step = now, status.job_step
         seen = view_job(status, time.time()).now
-        workers = [] if seen.over else [counted(seen.training, "worker")]
+        workers = [] if seen.over else [f"{seen.training} of {counted(status.wanted, 'worker')}"]
         self.event(", ".join([seen.progress, *describe_pace(seen), *workers]))
 
     def close(self) -> None:
@@ -160,6 +160,8 @@ class LiveConsole:
         body: list[RenderableType] = []
         if view is not None:
             body += [*self._progress(view.now), self._table(snapshot, view)]
+            told = [str(fact) for fact in (*view.job.facts, *view.now.facts) if fact.name in ("Workers", "Checkpoint")]
+            body += [Text(one, "dim") for one in told]
             if view.log.latest:
                 body.append(Text(f"last change: {view.log.latest}", "dim"))
         for when, text in self._events:
@@ -208,7 +210,7 @@ class LiveConsole:
     def _cells(self, worker: WorkerView, total: int, colour: str) -> Text:
         from rich.text import Text
 
-        if total > _CELLS_SHOWN or total + 50 > self._console.width:
+        if total > _CELLS_SHOWN or total + 50 > self._console.width or ", " in worker.nodes:
             return Text(worker.nodes, colour)
         cells = Text()
         cells.append("·" * worker.first, "bright_black")

@@ -182,7 +182,8 @@ def in_effect(status: Status | None, expected: Sequence[str | None], wanted: int
         if any(worker.state not in ("training", "done") for worker in assigned):
             return False
         members = {worker.incarnation for worker in assigned}
-    present = set(expected)
-    if wanted <= status.virtual_nodes:
+    present, processes = set(expected), max((len(worker.processes) for worker in status.workers), default=0)
+    most = status.virtual_nodes // max(1, processes)
+    if wanted <= most:
         return members == present
-    return len(members) == status.virtual_nodes and members <= present
+    return len(members) == most and members <= present

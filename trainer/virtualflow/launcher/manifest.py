@@ -21,11 +21,15 @@ from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
+    ENV_REDUNDANCY,
+    ENV_SHARD,
     MANIFEST_BACKOFF_LIMIT,
     MAX_MANIFEST,
     ON_NON_FINITE,
     PLACEMENTS,
+    REDUNDANCIES,
     REPRODUCIBILITY,
+    SHARD_CHOICES,
     BackwardSpec,
 )
 from virtualflow.protocol.wording import parse_bytes
@@ -59,10 +63,13 @@ class JobManifest:
     optimizer_placement: str | None = None
     backward: BackwardSpec | None = None
     """How far backward passes go."""
+    sharding: Mapping[str, str] = field(default_factory=dict)
+    """What is divided over the workers, and who else has a share, as a worker's environment says it."""
     every_steps: int | None = None
     every_seconds: int | None = None
     keep: int | None = None
     """When it wants checkpoints, and how many remain."""
+    processes_per_worker: int | None = None
     memory: bool = False
     """Whether the last worker keeps a copy of the state in the coordinator's memory."""
 
@@ -137,6 +144,7 @@ def read_manifest(document: object) -> JobManifest:
         name=name if isinstance(name, str) and name else None,
         virtual_nodes=_count(spec, "virtualNodes"),
         replicas=_count(spec, "replicas"),
+        processes_per_worker=_count(spec, "processesPerWorker"),
         command=tuple(expand(word, environment) for word in words),
         environment=environment,
         groups=tuple(_group_name(group, index) for index, group in enumerate(groups)),
@@ -149,6 +157,7 @@ def read_manifest(document: object) -> JobManifest:
         budget=_budget(group),
         optimizer_placement=_choice(spec, "optimizerPlacement", PLACEMENTS),
         backward=_backward(spec),
+        sharding=_sharding(spec),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
         keep=_count(checkpoint, "keep", "spec.checkpoint."),
@@ -245,6 +254,21 @@ def _backward(spec: Mapping[str, object]) -> BackwardSpec | None:
         return msgspec.convert(spec.get("backward"), BackwardSpec | None)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"spec.backward cannot be read: {error}") from None
+
+
+def _sharding(spec: Mapping[str, object]) -> dict[str, str]:
+    if spec.get("sharding") is None:
+        return {}
+    sharding, place = _mapping(spec, "sharding", "spec."), "spec.sharding."
+    what = _choice(sharding, "what", SHARD_CHOICES, place)
+    if what is None:
+        raise ConfigurationError(f"{place}what is missing; it must be {' or '.join(SHARD_CHOICES)}")
+    redundancy = _choice(sharding, "redundancy", REDUNDANCIES, place)
+    if redundancy == "Checkpoint" and spec.get("checkpoint") is None:
+        raise ConfigurationError(
+            f"{place}redundancy is Checkpoint, and spec.checkpoint is missing; add one, or let it be Peer or None"
+        )
+    return {ENV_SHARD: what} if redundancy is None else {ENV_SHARD: what, ENV_REDUNDANCY: redundancy}
 
 
 def _choice(spec: Mapping[str, object], key: str, choices: Collection[str], place: str = "spec.") -> str | None:

@@ -33,7 +33,9 @@ from virtualflow.protocol.settings import (
     ENV_ON_NON_FINITE,
     ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
+    ENV_REDUNDANCY,
     ENV_REPRODUCIBILITY,
+    ENV_SHARD,
     ENV_SIGN,
     ENV_TRACE_DIR,
     ENV_TRUST,
@@ -59,6 +61,7 @@ class RunOptions:
     environment: Mapping[str, str]
     """Of each worker, beyond this process's."""
     workers: int
+    processes_per_worker: int
     virtual_nodes: int | None
     schedule: tuple[Group, ...]
     report: Path | None
@@ -98,6 +101,8 @@ def resolve(arguments: Namespace) -> RunOptions:
         environment[ENV_OPTIMIZER_PLACEMENT] = job.optimizer_placement
     if job.backward is not None:
         environment[ENV_BACKWARD] = msgspec.json.encode(job.backward).decode()
+    asked = {ENV_SHARD: arguments.shard, ENV_REDUNDANCY: arguments.redundancy}
+    environment |= {**job.sharding, **{name: word.capitalize() for name, word in asked.items() if word is not None}}
     if arguments.profile is not None:
         read_profile(Path(arguments.profile))
         environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())
@@ -109,10 +114,15 @@ def resolve(arguments: Namespace) -> RunOptions:
     if arguments.trace is not None:
         environment[ENV_TRACE_DIR] = str(_new_trace(Path(arguments.trace).absolute()))
     schedule = parse_schedule(arguments.schedule or "")
-    asked = (arguments.virtual_nodes, job.virtual_nodes, read_number(ENV_VIRTUAL_NODES, int, 1))
-    virtual_nodes = next((int(number) for number in asked if number is not None), None)
+    numbers = (arguments.virtual_nodes, job.virtual_nodes, read_number(ENV_VIRTUAL_NODES, int, 1))
+    virtual_nodes = next((int(number) for number in numbers if number is not None), None)
     workers = next(number for number in (arguments.workers, job.replicas, WORKERS) if number is not None)
-    _check_sizes(most_workers(workers, schedule), virtual_nodes)
+    processes = next((k for k in (arguments.processes_per_worker, job.processes_per_worker) if k is not None), 1)
+    _check_sizes(most_workers(workers, schedule), processes, virtual_nodes)
+    if processes > 1:
+        if arguments.turns is not None:
+            raise ConfigurationError("--turns is for workers of one process; leave out --processes-per-worker")
+        _divide_host_memory(environment, processes)
     if virtual_nodes is not None:
         environment[ENV_VIRTUAL_NODES] = str(virtual_nodes)
     checkpoint_dir = _checkpoints(arguments, job, environment)
@@ -130,6 +140,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         command=job.command,
         environment=environment,
         workers=workers,
+        processes_per_worker=processes,
         virtual_nodes=virtual_nodes,
         schedule=schedule,
         report=_target(arguments.report, "--report"),
@@ -195,17 +206,29 @@ def _executable(command: tuple[str, ...], environment: Mapping[str, str]) -> tup
     return command
 
 
-def _check_sizes(most: int, virtual_nodes: int | None) -> None:
+def _divide_host_memory(environment: dict[str, str], processes: int) -> None:
+    """What a worker may use of the host is for all its processes; of its device, each has one."""
+    host = environment.get(ENV_HOST_MEMORY)
+    if host is not None:
+        environment[ENV_HOST_MEMORY] = str(max(1, int(host) // processes))
+
+
+def _check_sizes(workers: int, processes: int, virtual_nodes: int | None) -> None:
+    most = workers * processes
     if most > MAX_WORKERS:
-        raise ConfigurationError(f"{counted(most, 'worker')}: at most {MAX_WORKERS} are possible")
+        of_each = "" if processes == 1 else f" of {processes} processes"
+        possible = MAX_WORKERS // processes
+        raise ConfigurationError(f"{counted(workers, 'worker')}{of_each}: at most {possible} are possible")
     if virtual_nodes is None:
         return
     if virtual_nodes > MAX_VIRTUAL_NODES:
         raise ConfigurationError(f"{counted(virtual_nodes, 'virtual node')}: at most {MAX_VIRTUAL_NODES} are possible")
     if most > virtual_nodes:
+        of_each = "" if processes == 1 else f" of {processes} processes"
         raise ConfigurationError(
-            f"{counted(most, 'worker')} cannot share {counted(virtual_nodes, 'virtual node')}, as each is assigned at "
-            "least one; ask for fewer workers or more virtual nodes"
+            f"{counted(workers, 'worker')}{of_each} cannot share {counted(virtual_nodes, 'virtual node')}, as each "
+            f"{'is' if processes == 1 else 'process is'} assigned at least one; ask for fewer workers or more virtual "
+            "nodes"
         )
 
 

@@ -207,6 +207,7 @@ class Runner:
             coordinator=self._coordinator.url,
             access=self._access,
             logs=self._logs,
+            processes=self._options.processes_per_worker,
             audit=self._fragments if self._options.audit is not None else None,
         )
         return Workforce(
@@ -353,7 +354,7 @@ class Runner:
             self._access.renew({str(worker.number) for worker in self._table.workers if not worker.alive})
 
     def _show(self) -> None:
-        processes = {worker.name: worker.process.pid for worker in self._table.living()}
+        processes = {worker.name: worker.speaker for worker in self._table.living()}
         note = self._state.shutdown.note if self._state.shutdown is not None else ""
         self._console.update(Snapshot(self._job.name, self._state.status, processes, note))
 
@@ -443,7 +444,7 @@ class Runner:
     def _show_traceback(self, shutdown: Shutdown) -> None:
         traceback = shutdown.traceback
         if not traceback and shutdown.witness is not None:
-            traceback = last_traceback([line for line in shutdown.witness.process.tail if line.strip()])
+            traceback = last_traceback(shutdown.witness.said)
         lines = traceback.rstrip("\n").split("\n") if traceback.strip() else []
         repeated = len(lines) == 1 and lines[0].removeprefix("virtualflow: ") in shutdown.reason
         if lines and not repeated and not self._relay.has_shown(lines[-1]):

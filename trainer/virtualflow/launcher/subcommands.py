@@ -17,9 +17,12 @@ from virtualflow.protocol.settings import (
     CHECKPOINT_SECONDS,
     ENV_IDENTITY,
     ENV_TOKEN,
+    MAX_PROCESSES,
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
     ON_NON_FINITE,
+    REDUNDANCIES,
+    SHARD_CHOICES,
     VIRTUAL_NODES,
     WORKERS,
 )
@@ -62,6 +65,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "drain": ("virtualflow drain worker-1", "virtualflow drain worker-1 --deadline 30"),
     "coordinator": ("VIRTUALFLOW_TOKEN=secret virtualflow coordinator --host 127.0.0.1 --port 7700 --wanted 2",),
     "turns": ("virtualflow turns /tmp/turns.sock",),
+    "processes": ("virtualflow processes 2 -- python train.py --lr 0.1",),
 }
 """By the command's name; of none of them: of all."""
 
@@ -141,6 +145,7 @@ def build_parser(subcommands: Mapping[str, Subcommand]) -> Parser:
     _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth it", advanced=True))
     add("simulate", EXTERNAL["simulate"], advanced=True)
     _add_turns(add("turns", "lend this machine's devices in turns to jobs that share them", advanced=True))
+    _add_processes(add("processes", "be a worker of several processes, as in the pods of a job", advanced=True))
     return parser
 
 
@@ -175,6 +180,13 @@ def _add_run(parser: Parser) -> None:
         metavar="N",
         help=f"worker processes (default {WORKERS}, or the manifest's)",
         **_WORKERS,
+    )
+    job.add_argument(
+        "--processes-per-worker",
+        metavar="K",
+        help="processes of each worker, as of a pod with several devices; they come and go together (default 1, or the "
+        "manifest's)",
+        **_range(int, 1, MAX_PROCESSES, "a worker has between {} and {} processes"),
     )
     job.add_argument(
         "--virtual-nodes",
@@ -222,6 +234,19 @@ def _add_run(parser: Parser) -> None:
             metavar="SIZE",
             help=f"{whose} that each worker may use, like 24GiB (default: what the script's memory= says)",
         )
+    running.add_argument(
+        "--shard",
+        choices=tuple(SHARD_CHOICES.values()),
+        help="divide this over the workers: the optimizer's state, or the parameters too, where a model is too large "
+        "for a worker; hybrid: the parameters over the processes of each worker (default: what the script's shard= "
+        "says)",
+    )
+    running.add_argument(
+        "--redundancy",
+        choices=tuple(REDUNDANCIES.values()),
+        help="who else has a worker's share: another worker, the newest checkpoint, or nobody, with whom the job "
+        "begins anew (default: what the script's redundancy= says)",
+    )
     running.add_argument(
         "--profile",
         metavar="FILE",
@@ -359,6 +384,19 @@ def _add_check(parser: Parser) -> None:
     )
 
 
+def _add_processes(parser: Parser) -> None:
+    parser.usage = "virtualflow processes K -- COMMAND [ARGS ...]"
+    parser.description = (
+        "Run a command as the K processes of one worker: each is told which it is (LOCAL_RANK, LOCAL_WORLD_SIZE) and "
+        "sees one of the accelerators. Signals are passed on, lines are printed behind the process's number, and the "
+        "first process that ends badly ends the others. The pods of a job with processesPerWorker run it."
+    )
+    parser.add_argument(
+        "count", metavar="K", help="how many", **_range(int, 2, MAX_PROCESSES, "it must be between {} and {}")
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each of them executes")
+
+
 def _add_bisect(parser: Parser) -> None:
     parser.description = (
         "Compare two runs of one script that were made with virtualflow run --trace DIR, and name the first step, "
@@ -452,6 +490,14 @@ def _add_plan(parser: Parser) -> None:
     parser.add_argument("--batch", metavar="N", help="samples of a step (default: as in the profile)", **_AT_LEAST_1)
     _add_virtual_nodes(
         parser, "plan for that number (default: from the smallest that fits; for --devices as in the profile)"
+    )
+    parser.add_argument(
+        "--shard",
+        choices=("parameters",),
+        help="divide them: say how many such devices the model takes at least, with and without a plan of activations",
+    )
+    parser.add_argument(
+        "--redundancy", choices=tuple(REDUNDANCIES.values()), help="of the shares, as virtualflow run has it"
     )
     parser.add_argument(
         "--devices", metavar="NAME:N,...", help="those that could be had; a name is a part of a profile's device"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from virtualflow.launcher.processes import split_line
 from virtualflow.launcher.supervisor import Process
 from virtualflow.protocol.http_api import ENDED, Refusal, Status, WorkerStatus
 
@@ -51,10 +52,24 @@ class WorkerProcess:
     judged: bool = False
     begun: float = 0.0
     """When it was started, on the runner's clock."""
+    several: bool = False
+    """It is several processes, whose lines bear their numbers."""
 
     @property
     def alive(self) -> bool:
         return self.process.alive
+
+    @property
+    def said(self) -> list[str]:
+        """The last lines of its standard error that are not empty; of several processes, of the one that spoke last
+        and so, most likely, of the one that has ended it.
+        """
+        lines = [line for line in self.process.tail if line.strip()]
+        if not self.several:
+            return lines
+        told = [split_line(line) for line in lines]
+        last = next((rank for rank, _ in reversed(told) if rank is not None), None)
+        return [text for rank, text in told if rank == last]
 
     @property
     def able(self) -> bool:

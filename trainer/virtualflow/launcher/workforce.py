@@ -12,10 +12,11 @@ from virtualflow.launcher.coordinator_process import BACKOFF_FIRST, BACKOFF_MOST
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.log_relay import last_traceback
+from virtualflow.launcher.processes import split_line
 from virtualflow.launcher.registry import JobAccess
 from virtualflow.launcher.report import JobHistory
 from virtualflow.launcher.shutdown import FAILURE_GRACE, Shutdown, end_signals
-from virtualflow.launcher.supervisor import Stream, Supervisor, describe_exit
+from virtualflow.launcher.supervisor import Stream, Supervisor, describe_exit, ourselves
 from virtualflow.launcher.training_program import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.protocol.crashes import Crashes, CrashWaits
@@ -219,12 +220,12 @@ def _told_fault(worker: WorkerProcess) -> str | None:
     """The fault of its machine that has ended a worker's script, as its traceback tells; ``None``: it tells of none."""
     if not worker.process.code or worker.process.code < 0:
         return None
-    return find_told_fault(last_traceback([line for line in worker.process.tail if line.strip()]))
+    return find_told_fault(last_traceback(worker.said))
 
 
 def _last_sentence(worker: WorkerProcess) -> str:
     """What the library said last as it ended a worker's script; empty: something else was said last."""
-    mark, last = "virtualflow: ", next((line for line in reversed(worker.process.tail) if line.strip()), "")
+    mark, last = "virtualflow: ", next(reversed(worker.said), "")
     return last.removeprefix(mark).strip() if last.startswith(mark) else ""
 
 
@@ -273,6 +274,8 @@ class WorkerCommand:
     access: JobAccess
     logs: Path
     """The directory of their output."""
+    processes: int = 1
+    """Of each worker."""
     audit: Path | None
     """The directory in which they note who processed which samples."""
 
@@ -288,14 +291,21 @@ def start_worker(
     ordinal, number = table.free_ordinal(), len(table.workers)
     name = f"worker-{ordinal}"
     held: list[WorkerProcess] = []
+    several = what.processes > 1
+
+    def take(stream: Stream, text: str) -> None:
+        local_rank, line = split_line(text) if several else (0, text)
+        if not local_rank:  # all print the same, and the first may be the leader
+            sink(held[0], stream, line)
+
     process = supervisor.start(
         name,
-        what.command,
+        (*ourselves("processes", str(what.processes), "--"), *what.command) if several else what.command,
         worker_environment(what, name, str(number)),
         what.logs / f"{name}.log",
-        lambda stream, text: sink(held[0], stream, text),
+        take,
     )
-    worker = WorkerProcess(name, ordinal, number, process, process.pid)
+    worker = WorkerProcess(name, ordinal, number, process, process.pid, several=several)
     held.append(worker)
     table.workers.append(worker)
     return worker
