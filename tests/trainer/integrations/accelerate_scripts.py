@@ -94,3 +94,10 @@ def train(options: dict[str, Any], accumulation: int = 4) -> Trained:
     """The bits of a training; of what it has told, all that a worker knows that has not seen the first steps."""
     model, optimizer, told = run(fresh(gradient_accumulation_steps=accumulation), **options)
     return outcome(model, optimizer, told[-3:])
+
+
+def train_divided(options: dict[str, Any], shard: str | None) -> str:
+    """The last losses and hits of a training whose parameters nobody has all of."""
+    accelerator = fresh(gradient_accumulation_steps=1, shard=shard, redundancy="none" if shard else "peer")
+    _, _, told = run(accelerator, **options)
+    return repr(told[-3:])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate_scripts import fresh, run, train
+from accelerate_scripts import fresh, run, train, train_divided
 from elastic_jobs import ElasticJob, alone
 from loop_scripts import Points, network
 from torch.utils.data import DataLoader
@@ -54,6 +54,36 @@ def test_the_bits_are_the_same_on_any_workers_and_through_a_join_and_a_kill_of_t
     outcomes = job.finish()
     assert [each.value for each in outcomes.values() if each.kind == "returned"] == [reference] * 2, outcomes
     assert outcomes["worker-0"].kind == "killed"
+
+
+def test_divided_parameters_come_to_the_same_bits(start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train_divided, SHORT, None)
+    for workers in (2, 3):
+        assert start_job(train_divided, SHORT, "parameters", workers=workers).results() == [reference] * workers
+
+
+def test_a_state_of_a_model_that_nobody_has_whole_is_not_saved(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    job = start_job(train_divided, SHORT | {"saves": str(tmp_path)}, "parameters", workers=2)
+    assert any("write a checkpoint, and read it by virtualflow export" in each.text for each in job.finish().values())
+
+
+def test_the_type_of_sums_is_that_of_the_constructor() -> None:
+    with pytest.raises(vf.ConfigurationError, match=r"sums in reduce_dtype=torch.bfloat16 would lose bits"):
+        run(fresh(reduce_dtype=torch.bfloat16))
+
+
+def test_fsdp_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    sentence = r'FSDP divides the model over processes that stay; .* pass shard="parameters" to ElasticAccelerator'
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(vf.ConfigurationError, match=sentence):
+        fresh(fsdp_plugin=plugin)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(vf.ConfigurationError, match=sentence):
+        fresh()
 
 
 def test_it_goes_on_from_a_state_to_the_same_bits(tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:

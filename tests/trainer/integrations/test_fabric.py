@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from elastic_jobs import ElasticJob, alone
-from fabric_scripts import fresh, run, train
+from fabric_scripts import fresh, run, train, train_divided
 from loop_scripts import Points, network
 from torch.utils.data import DataLoader
 
@@ -46,6 +46,25 @@ def test_the_bits_are_the_same_on_any_workers_and_through_a_join_and_a_kill_of_t
     outcomes = job.finish()
     assert [each.value for each in outcomes.values() if each.kind == "returned"] == [reference] * 2, outcomes
     assert outcomes["worker-0"].kind == "killed"
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.3}, SHORT], ids=["with dropout", "a short last batch"])
+def test_divided_parameters_come_to_the_same_bits(
+    options: dict[str, Any], start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train_divided, options, None)
+    for workers in (2, 3):
+        assert start_job(train_divided, options, "parameters", workers=workers).results() == [reference] * workers
+
+
+def test_the_type_of_sums_is_that_of_the_constructor() -> None:
+    with pytest.raises(vf.ConfigurationError, match=r"sums in reduce_dtype=torch.bfloat16 would lose bits"):
+        run(fresh(reduce_dtype=torch.bfloat16))
+
+
+def test_a_model_that_nobody_has_whole_is_not_saved(tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(train_divided, {"saves": str(tmp_path)}, "parameters", workers=2)
+    assert any("write a checkpoint, and read it by virtualflow export" in each.text for each in job.finish().values())
 
 
 def test_it_goes_on_from_a_file_to_the_same_bits(tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:

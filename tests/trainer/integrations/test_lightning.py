@@ -18,7 +18,7 @@ import virtualflow as vf
 pytest.importorskip("lightning", reason="needs lightning: make test-all installs it")
 
 from lightning.pytorch import Callback, LightningModule
-from lightning_scripts import Classifier, fit, train
+from lightning_scripts import Classifier, fit, train, train_divided
 
 from virtualflow.integrations.lightning import Story
 from virtualflow.state import digests
@@ -174,6 +174,28 @@ def test_what_cannot_be_elastic_is_refused(options: dict[str, Any], sentence: st
     with pytest.raises(vf.ConfigurationError, match=sentence) as caught:
         fit(str(tmp_path), **options)
     assert "\n" not in str(caught.value)
+
+
+def test_divided_parameters_come_to_the_same_bits(tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train_divided, str(tmp_path / "alone"), None)
+    job = start_job(train_divided, str(tmp_path / "three"), "parameters", workers=3)
+    assert job.results() == [reference] * 3
+
+
+def test_a_model_that_nobody_has_whole_is_not_to_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(vf.ConfigurationError, match="divided; pass enable_checkpointing=False to the Trainer"):
+        train_divided(str(tmp_path), "parameters", saves=True)
+
+
+def test_the_type_of_sums_is_that_of_the_strategy(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from virtualflow.integrations.lightning import ElasticStrategy
+
+    strategy = ElasticStrategy(reduce_dtype=torch.bfloat16)
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(vf.ConfigurationError, match=r"sums in reduce_dtype=torch.bfloat16 would lose bits"):
+        trainer.fit(Classifier(), DataLoader(Points(96), batch_size=16))
 
 
 def test_modules_that_step_or_clip_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_jobs import ElasticJob, alone
-from trainer_scripts import build, history, outcome, train, wrote
+from trainer_scripts import build, history, outcome, train, train_divided, wrote
 
 import virtualflow as vf
 from tiers import needs
@@ -213,6 +213,29 @@ def test_callbacks_hear_what_the_trainer_tells_them_and_one_worker_leads(
     assert sorted(ends) == [[False] * 6, [True] * 6]
     begun = [[leads for name, _, leads in seen if name == "train_begin"] for seen in both]
     assert sorted(begun, key=len) == [[False], [False, True]]
+
+
+def test_divided_parameters_come_to_the_same_bits(tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train_divided, str(tmp_path / "alone"), None)
+    job = start_job(train_divided, str(tmp_path / "three"), "parameters", workers=3)
+    assert job.results() == [reference] * 3
+
+
+def test_the_type_of_sums_is_that_of_the_constructor(tmp_path: Path) -> None:
+    with pytest.raises(vf.ConfigurationError, match=r"sums in reduce_dtype=torch.bfloat16 would lose bits"):
+        build("bert", tmp_path, trainer={"reduce_dtype": torch.bfloat16}).train()
+
+
+def test_a_model_that_nobody_has_whole_is_not_to_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(vf.ConfigurationError, match='divided; set save_strategy="no", give a checkpoint directory'):
+        build("llama", tmp_path, trainer={"shard": "parameters"}).train()
+
+
+def test_fsdp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build("bert", tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(vf.ConfigurationError, match=r'fsdp divides .*; .* pass shard="parameters" to ElasticTrainer'):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

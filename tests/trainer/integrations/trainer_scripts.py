@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,15 @@ BATCHES = {
 BATCHES |= dict.fromkeys(("lora", "lora without dropout"), BATCHES["llama"])
 
 
-def build(model_name: str, directory: Path, *, elastic: bool = True, callbacks: Any = (), **changed: Any) -> Any:
+def build(
+    model_name: str,
+    directory: Path,
+    *,
+    elastic: bool = True,
+    callbacks: Any = (),
+    trainer: Mapping[str, Any] | None = None,
+    **changed: Any,
+) -> Any:
     """A trainer of 18 steps: three epochs, the last batch of each short."""
     from transformers import Trainer, TrainingArguments
 
@@ -148,6 +156,7 @@ def build(model_name: str, directory: Path, *, elastic: bool = True, callbacks: 
         eval_dataset=Texts(21, 2),
         callbacks=list(callbacks),
         **options,
+        **(trainer or {}),
     )
 
 
@@ -184,3 +193,12 @@ def train(model_name: str, directory: str, victim: str = "", resume: str = "", *
 def wrote(directory: Path) -> set[str]:
     """The checkpoints there."""
     return {name for name in os.listdir(directory) if name.startswith("checkpoint-")}
+
+
+def train_divided(directory: str, shard: str | None) -> str:
+    """What a training has told whose parameters nobody has all of."""
+    options = {"shard": shard, "redundancy": "none"} if shard else {}
+    changed = {"save_strategy": "no", "load_best_model_at_end": False}
+    trainer = build("llama", Path(directory), trainer=options, **changed)
+    trainer.train()
+    return repr(history(trainer))

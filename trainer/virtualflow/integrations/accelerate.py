@@ -13,6 +13,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device
@@ -22,8 +23,17 @@ from virtualflow._arguments import checked_class
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.inverted_loop import InvertedLoop
-from virtualflow.integrations.loaders import lend, options_of, order_of, refuse_streams, virtual_nodes_of
+from virtualflow.integrations.loaders import (
+    fsdp_is_asked_for,
+    lend,
+    options_of,
+    order_of,
+    refuse_streams,
+    virtual_nodes_of,
+)
+from virtualflow.protocol.settings import Redundancy
 from virtualflow.worker.entry import elastic
+from virtualflow.worker.options import Sharded
 from virtualflow.worker.run import Run
 
 PLACE = "virtualflow.json"
@@ -40,6 +50,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
     Args:
         virtual_nodes: equal slices of a global batch. Without it, ``gradient_accumulation_steps`` where that is above
             1, else 8 or what divides the batch; the command line or the manifest overrides it.
+        shard: ``"parameters"``: each worker keeps its share of the model alone, as ``vf.elastic`` has it; only the
+            library's checkpoints have all of it.
+        redundancy: who else has a share, as ``vf.elastic`` has it.
+        reduce_dtype: in which gradients of narrower types are summed up, likewise.
         max_grad_norm: what ``clip_grad_norm_`` is called with.
         max_grad_value: what ``clip_grad_value_`` is called with.
         seed: what all random streams follow from.
@@ -54,12 +68,21 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
         self,
         *arguments: Any,
         virtual_nodes: int | None = None,
+        shard: Sharded | None = None,
+        redundancy: Redundancy = "peer",
+        reduce_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
+        if options.get("fsdp_plugin") is not None or fsdp_is_asked_for():
+            raise ConfigurationError(
+                "FSDP divides the model over processes that stay; leave out fsdp_plugin and ACCELERATE_USE_FSDP, and "
+                'pass shard="parameters" to ElasticAccelerator'
+            )
         self._loop = InvertedLoop(self._make_run, self._lend)
+        self._shard, self._redundancy, self._reduce_dtype = shard, redundancy, reduce_dtype
         self._virtual_nodes, self._seed = virtual_nodes, seed
         self._max_grad_norm, self._max_grad_value = max_grad_norm, max_grad_value
         self._loader: _Loader | None = None
@@ -223,6 +246,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
             epochs=epochs,
             steps=steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
+            shard=self._shard,
+            redundancy=self._redundancy,
+            reduce_dtype=self._reduce_dtype,
             seed=self._seed,
             sampler=order_of(loader.prepared, len(loader) if loader.drop_last else None),
             scheduler=[each.scheduler for each in self._schedulers] or None,

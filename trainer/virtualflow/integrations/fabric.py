@@ -19,7 +19,9 @@ from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.inverted_loop import InvertedLoop
 from virtualflow.integrations.loaders import lend, options_of, order_of, refuse_streams, virtual_nodes_of
+from virtualflow.protocol.settings import Redundancy
 from virtualflow.worker.entry import elastic
+from virtualflow.worker.options import Sharded
 from virtualflow.worker.run import Run
 
 PLACE = "virtualflow"
@@ -37,6 +39,10 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         device: of this worker; without it, the first GPU that it sees, or the CPU.
         virtual_nodes: equal slices of a global batch. Without it, 8 or what divides the batch; the command line or the
             manifest overrides it.
+        shard: ``"parameters"``: each worker keeps its share of the model alone, as ``vf.elastic`` has it; only the
+            library's checkpoints have all of it.
+        redundancy: who else has a share, as ``vf.elastic`` has it.
+        reduce_dtype: in which gradients of narrower types are summed up, likewise.
         max_norm: what ``fabric.clip_gradients`` is called with.
         clip_val: likewise.
         seed: what all random streams follow from.
@@ -48,6 +54,9 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         device: torch.device | str | None = None,
         *,
         virtual_nodes: int | None = None,
+        shard: Sharded | None = None,
+        redundancy: Redundancy = "peer",
+        reduce_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
         clip_val: float | None = None,
         seed: int = 0,
@@ -57,6 +66,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self._virtual_nodes, self._seed, self._companions = virtual_nodes, seed, state
         self._max_norm, self._clip_val = max_norm, clip_val
+        self._shard, self._redundancy, self._reduce_dtype = shard, redundancy, reduce_dtype
         self._schedulers: list[Any] = []
         self._loader: Any = None
         self._module: nn.Module | None = None
@@ -196,6 +206,9 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
             epochs=epochs,
             steps=steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, 1),
+            shard=self._shard,
+            redundancy=self._redundancy,
+            reduce_dtype=self._reduce_dtype,
             seed=self._seed,
             sampler=order_of(self._loader, len(self._loader) if self._loader.drop_last else None),
             scheduler=self._schedulers or None,

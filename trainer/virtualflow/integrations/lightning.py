@@ -37,10 +37,11 @@ from torch import Tensor
 
 from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.loaders import options_of, order_of, refuse_streams, virtual_nodes_of
-from virtualflow.protocol.settings import ENV_COORDINATOR
+from virtualflow.integrations.loaders import options_of, order_of, refuse_saving, refuse_streams, virtual_nodes_of
+from virtualflow.protocol.settings import ENV_COORDINATOR, Redundancy
 from virtualflow.worker.entry import elastic
 from virtualflow.worker.evaluation import evaluate_in_parts
+from virtualflow.worker.options import Sharded
 from virtualflow.worker.run import Run
 from virtualflow.worker.step import Step
 
@@ -268,17 +269,29 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         device: of this worker; without it, the first GPU that it sees, or the CPU.
         virtual_nodes: equal slices of a global batch. Without it, ``accumulate_grad_batches`` where that is above 1,
             else 8 or what divides the batch; the command line or the manifest overrides it.
+        shard: ``"parameters"``: each worker keeps its share of the model alone, as ``vf.elastic`` has it; only the
+            library's checkpoints have all of it.
+        redundancy: who else has a share, as ``vf.elastic`` has it.
+        reduce_dtype: in which gradients of narrower types are summed up, likewise.
         seed: what all random streams follow from.
     """
 
     def __init__(
-        self, device: torch.device | str | None = None, *, virtual_nodes: int | None = None, seed: int = 0
+        self,
+        device: torch.device | str | None = None,
+        *,
+        virtual_nodes: int | None = None,
+        shard: Sharded | None = None,
+        redundancy: Redundancy = "peer",
+        reduce_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
         self._leads = ENV_COORDINATOR not in os.environ
         self._run: Run | None = None
         self._behind = False
         """Whether a step was made, and code of the script runs behind it."""
         self._virtual_nodes, self._seed = virtual_nodes, seed
+        self._shard, self._redundancy, self._reduce_dtype = shard, redundancy, reduce_dtype
         super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self._tell_rank()
 
@@ -302,7 +315,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         batch = loader.batch_sampler.batch_size * accumulated
         steps, epochs = trainer.max_steps, trainer.fit_loop.max_epochs
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        return elastic(
+        run = elastic(
             self.lightning_module,
             self.optimizers[0],
             loader.dataset,
@@ -310,6 +323,9 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
             epochs=None if epochs < 0 else epochs,
             steps=None if steps < 0 else steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
+            shard=self._shard,
+            redundancy=self._redundancy,
+            reduce_dtype=self._reduce_dtype,
             seed=self._seed,
             sampler=order_of(loader, kept),
             scheduler=[config.scheduler for config in self.lr_scheduler_configs] or None,
@@ -320,6 +336,9 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
             device=None if self.root_device.type == "cpu" else self.root_device,
             **options_of(loader),
         )
+        if any(isinstance(callback, Checkpoint) for callback in trainer.callbacks):
+            refuse_saving(run, "pass enable_checkpointing=False to the Trainer")
+        return run
 
     def enter(self, run: Run | None) -> None:
         if run is None and self._run is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from virtualflow.data import LoaderOptions, derive_seed
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import VIRTUAL_NODES
+from virtualflow.worker.run import Run
 
 
 def virtual_nodes_of(batch_size: int, accumulated: int) -> int:
@@ -24,6 +26,24 @@ def refuse_streams(dataset: Any, name: str) -> None:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigurationError(
             f"{name} needs a dataset with __len__ and __getitem__; for a stream write the loop with vf.elastic"
+        )
+
+
+def fsdp_is_asked_for() -> bool:
+    """Whether the environment asks Hugging Face's libraries for FSDP, as ``accelerate launch`` does."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def refuse_saving(run: Run, setting: str) -> None:
+    """See that nobody is to save a model of which no worker has all parameters.
+
+    Args:
+        setting: what a user is to do, so that nothing is saved.
+    """
+    if run._request.options.shards_parameters:
+        raise ConfigurationError(
+            f"no worker has the whole model to save where parameters are divided; {setting}, give a checkpoint "
+            "directory, and read what is there by virtualflow export"
         )
 
 

@@ -29,10 +29,17 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from virtualflow._arguments import checked_class
 from virtualflow.data import MicroBatch
 from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.loaders import order_of, seed_collate, virtual_nodes_of
-from virtualflow.protocol.settings import ENV_COORDINATOR
+from virtualflow.integrations.loaders import (
+    fsdp_is_asked_for,
+    order_of,
+    refuse_saving,
+    seed_collate,
+    virtual_nodes_of,
+)
+from virtualflow.protocol.settings import ENV_COORDINATOR, Redundancy
 from virtualflow.worker.entry import elastic
 from virtualflow.worker.evaluation import evaluate_in_parts
+from virtualflow.worker.options import Sharded
 from virtualflow.worker.run import Run
 from virtualflow.worker.step import Step
 
@@ -153,7 +160,11 @@ def refuse(args: Any, callbacks: Sequence[Any], dataset: Any, trial: Any) -> Non
         ),
         (args.fp16, "fp16 needs a scaler that ElasticTrainer does not have; use bf16=True"),
         (args.deepspeed, "deepspeed divides the model by itself; leave it out"),
-        (args.fsdp, "fsdp divides the model by itself; leave it out"),
+        (
+            args.fsdp or fsdp_is_asked_for(),
+            'fsdp divides the model over processes that stay; leave it out, and pass shard="parameters" to '
+            "ElasticTrainer",
+        ),
         (args.auto_find_batch_size, "auto_find_batch_size would change the result; set per_device_train_batch_size"),
         (args.eval_on_start, "eval_on_start is before a joiner's first step; call trainer.evaluate() before train()"),
         (args.push_to_hub, "push_to_hub would push from every worker; call it for what was saved, when all is done"),
@@ -189,6 +200,10 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
     Args:
         virtual_nodes: equal slices of a global batch. Without it, ``gradient_accumulation_steps`` where that is above
             1, else 8 or what divides the batch; the command line or the manifest overrides it.
+        shard: ``"parameters"``: each worker keeps its share of the model alone, as ``vf.elastic`` has it; only the
+            library's checkpoints have all of it.
+        redundancy: who else has a share, as ``vf.elastic`` has it.
+        reduce_dtype: in which gradients of narrower types are summed up, likewise.
         *arguments: those of ``Trainer``.
         **options: likewise.
     """
@@ -198,10 +213,19 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
     lr_scheduler: Any
     _created_lr_scheduler: bool
 
-    def __init__(self, *arguments: Any, virtual_nodes: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        virtual_nodes: int | None = None,
+        shard: Sharded | None = None,
+        redundancy: Redundancy = "peer",
+        reduce_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
         self._leads = ENV_COORDINATOR not in os.environ
         self._run: Run | None = None
-        self._virtual_nodes = virtual_nodes
+        self._virtual_nodes, self._reduce_dtype = virtual_nodes, reduce_dtype
+        self._shard, self._redundancy = shard, redundancy
         super().__init__(*arguments, **options)
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -238,6 +262,9 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
             batch_size=batch,
             steps=max_steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
+            shard=self._shard,
+            redundancy=self._redundancy,
+            reduce_dtype=self._reduce_dtype,
             seed=args.seed,
             sampler=order_of(loader, len(loader) if args.dataloader_drop_last else None),
             scheduler=self.lr_scheduler,
@@ -248,6 +275,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
             collate_fn=seed_collate(loader.collate_fn),
             num_workers=args.dataloader_num_workers,
         )
+        if args.save_strategy != "no":
+            refuse_saving(run, 'set save_strategy="no"')
         with run:
             if resume_from_checkpoint is not None:
                 run._context.training.begin_behind(self.state.global_step, steps_per_epoch)
