@@ -27,6 +27,8 @@ from virtualflow.protocol.settings import (
 Reproducibility = Literal["Bitwise", "Statistical"]
 Activations = Literal["Auto", "Keep", "Recompute", "Swap"]
 OptimizerPlacement = Literal["Device", "Host"]
+ShardedPart = Literal["Parameters", "Optimizer", "None"]
+Redundancy = Literal["Peer", "Checkpoint", "None"]
 Ground = Literal["Any", "OnDemand"]
 """Where ``minReplicas`` workers are to run."""
 AcrossKinds = Literal["Stay", "Move", "Mix"]
@@ -101,6 +103,14 @@ class Verify(ApiStruct, frozen=True):
     """In which share of the steps one virtual node is computed by a second worker."""
 
 
+class Sharding(ApiStruct, frozen=True):
+    """What is divided over the workers, and who else has a worker's share."""
+
+    what: ShardedPart
+    redundancy: Redundancy | None = None
+    """``None``: the script says."""
+
+
 class Security(ApiStruct, frozen=True):
     """How its pods know each other."""
 
@@ -115,9 +125,12 @@ class JobSpec(ApiStruct, frozen=True, dict=True):
     optimizer_placement: OptimizerPlacement | None = None
     """Fixed; ``None``: the script says."""
     backward: BackwardSpec | None = None
+    sharding: Sharding | None = None
+    """Fixed; ``None``: the script says."""
     replicas: int = WORKERS
     min_replicas: int = 1
     max_replicas: int | None = None
+    processes_per_worker: int = 1
     queue: str | None = None
     priority: int = 0
     weight: int = 1
@@ -140,7 +153,7 @@ class JobSpec(ApiStruct, frozen=True, dict=True):
 
     @cached_property
     def most(self) -> int:
-        limits = [self.virtual_nodes]
+        limits = [max(1, self.virtual_nodes // max(1, self.processes_per_worker))]
         if self.max_replicas is not None:
             limits.append(self.max_replicas)
         if all(group.max_replicas is not None for group in self.worker_groups):

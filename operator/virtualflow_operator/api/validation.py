@@ -27,6 +27,7 @@ from virtualflow.protocol.settings import (
     ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
+    ENV_SHARD,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
     ENV_VIRTUAL_NODES,
@@ -110,21 +111,22 @@ def mappings(value: object) -> list[Mapping[str, Any]]:
 
 
 OPERATOR_VARIABLES: Final = (
-    ENV_COORDINATOR,
+    ENV_COORDINATOR.removesuffix("INATOR"),
     ENV_TOKEN,
     ENV_IDENTITY,
     ENV_WORKER,
     ENV_ADDRESS,
     ENV_VIRTUAL_NODES.removesuffix("IRTUAL_NODES"),  # that they check one another, too
-    ENV_CHECKPOINT_DIR.removesuffix("_DIR"),
-    ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
-    ENV_TERMINATION_LOG.removesuffix("_LOG"),
+    ENV_CHECKPOINT_DIR.removesuffix("POINT_DIR"),
+    ENV_REPRODUCIBILITY.removesuffix("PRODUCIBILITY"),  # the redundancy of shares, too
+    ENV_TERMINATION_LOG.removesuffix("INATION_LOG"),
     ENV_PROFILE,
     ENV_ON_NON_FINITE.removesuffix("N_NON_FINITE"),  # the optimizer's placement, too
     ENV_DEVICE_MEMORY.removesuffix("_MEMORY"),
     ENV_HOST_MEMORY.removesuffix("_MEMORY"),
     ENV_ACTIVATIONS.removesuffix("ATIONS"),
-    ENV_BACKWARD,
+    ENV_BACKWARD.removesuffix("WARD"),
+    ENV_SHARD.removesuffix("ARD"),
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 
@@ -142,6 +144,9 @@ COORDINATOR_CONTAINER: Final = ("name", "resources", "imagePullPolicy")
 MAX_TEMPLATE: Final = 262_144
 """Characters of a pod template or volume as JSON; the API server refuses much larger pods anyway."""
 
+_GPU: Final = "gpu"
+"""In the names of resources that are accelerators, such as nvidia.com/gpu."""
+
 MAX_DEPTH: Final = 64
 """Levels of lists and mappings in a pod template or volume; a pod's own fields need about 15."""
 
@@ -157,6 +162,8 @@ class _Named(_Part):
 class _Container(_Part):
     env: list[_Named] = []
     volume_mounts: list[Object] = []
+    command: Any = None
+    resources: Any = None
 
 
 class _Pod(_Part):
@@ -196,6 +203,7 @@ def find_problems(spec: JobSpec) -> list[str]:
         "replicas": spec.replicas,
         "minReplicas": spec.min_replicas,
         "maxReplicas": spec.max_replicas,
+        "processesPerWorker": spec.processes_per_worker,
         "weight": spec.weight,
     }
     problems = [
@@ -205,6 +213,7 @@ def find_problems(spec: JobSpec) -> list[str]:
         problems.append(
             "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
         )
+    problems += _sharding_problems(spec)
     if spec.reproducibility == "Bitwise" and spec.across_kinds != "Stay":
         problems.append(
             "Other kinds of device compute other bits than a Bitwise job promises; let acrossKinds be Stay, or "
@@ -213,11 +222,22 @@ def find_problems(spec: JobSpec) -> list[str]:
     for index, group in enumerate(spec.worker_groups):
         if group.memory is not None:
             problems += _memory_problems(group.memory, f"workerGroups[{index}].memory")
-        problems += _worker_problems(group.template, f"workerGroups[{index}].template")
+        problems += _worker_problems(group.template, f"workerGroups[{index}].template", spec.processes_per_worker)
     problems += _coordinator_problems(spec.coordinator.template, "coordinator.template")
     if spec.checkpoint is not None and (problem := _too_large(spec.checkpoint.volume, "checkpoint.volume")) is not None:
         problems.append(problem)
     return problems
+
+
+def _sharding_problems(spec: JobSpec) -> Iterator[str]:
+    if spec.sharding is None:
+        return
+    if spec.sharding.redundancy == "Checkpoint" and spec.checkpoint is None:
+        yield (
+            "Redundancy Checkpoint goes on from one when a worker is lost; add checkpoint, or let it be Peer or None."
+        )
+    if spec.sharding.redundancy is not None and spec.sharding.what == "None":
+        yield "sharding: redundancy is about shares, and with a what of None no worker has one; remove it."
 
 
 def _memory_problems(memory: WorkerMemory, place: str) -> Iterator[str]:
@@ -226,7 +246,7 @@ def _memory_problems(memory: WorkerMemory, place: str) -> Iterator[str]:
             yield f"{place}.{key} is {size[:_LONGEST]!r}, which is no size of memory; write one like 24Gi."
 
 
-def _worker_problems(template: Object, place: str) -> Iterator[str]:
+def _worker_problems(template: Object, place: str, processes: int) -> Iterator[str]:
     read = _read(template, place, _WorkerTemplate)
     if isinstance(read, str):
         yield read
@@ -236,11 +256,30 @@ def _worker_problems(template: Object, place: str) -> Iterator[str]:
     for volume in read.spec.volumes:
         if volume.name in (CHECKPOINT_VOLUME, IDENTITY_VOLUME, TURNS_VOLUME):
             yield f"{place}.spec.volumes: The volume {volume.name} is the operator's; choose another name."
+    if processes > 1:
+        yield from _process_problems(read.spec.containers[0], f"{place}.spec.containers[0]", processes)
     for number, container in enumerate(read.spec.containers):
         for index, variable in enumerate(container.env):
             if variable.name.startswith(OPERATOR_VARIABLES):
                 at = f"{place}.spec.containers[{number}].env[{index}].name"
                 yield f"{at}: The operator sets this environment variable; remove it from the template."
+
+
+def _process_problems(container: _Container, place: str, processes: int) -> Iterator[str]:
+    """What is wrong with the container of a worker of several processes."""
+    command = container.command
+    if not (command and isinstance(command, list) and all(isinstance(word, str) for word in command)):
+        yield (
+            f"{place}.command: {processes} processes of a worker each run the container's command, and there is none; "
+            "write it into the template, as an image's own cannot be seen."
+        )
+    for resource, amount in mapping(mapping(container.resources).get("limits")).items():
+        count = parse_quantity(str(amount)) if _GPU in str(resource) else None
+        if count is not None and count % processes:
+            yield (
+                f"{place}.resources.limits: {str(resource)[:_LONGEST]} is {str(amount)[:_LONGEST]}, no multiple of "
+                f"processesPerWorker ({processes}), so that devices would be idle or shared; correct one of them."
+            )
 
 
 def _coordinator_problems(template: Object, place: str) -> Iterator[str]:

@@ -94,7 +94,7 @@ def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
 def _assignment(pods: PodClassification, remote: Status) -> tuple[WorkerShare, ...]:
     nodes = {worker.pod.name: worker.pod.node for worker in pods.workers}
     assigned = [worker for worker in remote.workers if worker.last > worker.first]
-    shares = [WorkerShare(w.worker, describe_nodes(w.first, w.last), nodes.get(w.worker, "")) for w in assigned]
+    shares = [WorkerShare(w.worker, describe_nodes(w.ranges), nodes.get(w.worker, "")) for w in assigned]
     return tuple(sorted(shares, key=lambda share: (len(share.worker), share.worker)))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,7 +35,9 @@ from virtualflow.protocol.settings import (
     ENV_ON_NON_FINITE,
     ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
+    ENV_REDUNDANCY,
     ENV_REPRODUCIBILITY,
+    ENV_SHARD,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
     ENV_VERIFY,
@@ -84,6 +87,7 @@ from virtualflow_operator.constants import (
 )
 from virtualflow_operator.settings import OperatorSettings
 
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _USER = 65532
 """The user that coordinators run as: `nonroot` by convention."""
 
@@ -136,6 +140,8 @@ def worker_pod(
     container = spec["containers"][0]
     log = container.setdefault("terminationMessagePath", TERMINATION_LOG)
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    if job.spec.processes_per_worker > 1:
+        container["command"] = _as_processes(container["command"], job.spec.processes_per_worker)
     told = _environment(job, group, address, log, settings, identity)
     container["env"] = [*told, *(container.get("env") or [])]
     if identity:
@@ -185,11 +191,15 @@ def _environment(
     if group.profile is not None:
         values[ENV_PROFILE] = group.profile
     if group.memory is not None:
-        values |= _memory(group.memory)
+        values |= _memory(group.memory, spec.processes_per_worker)
     if spec.optimizer_placement is not None:
         values[ENV_OPTIMIZER_PLACEMENT] = spec.optimizer_placement
     if spec.backward is not None:
         values[ENV_BACKWARD] = msgspec.json.encode(spec.backward).decode()
+    if spec.sharding is not None:
+        values[ENV_SHARD] = spec.sharding.what
+        if spec.sharding.redundancy is not None:
+            values[ENV_REDUNDANCY] = spec.sharding.redundancy
     if spec.verify is not None:
         values[ENV_VERIFY] = str(spec.verify.sample)
     if spec.checkpoint is not None:
@@ -209,9 +219,20 @@ def _environment(
     ]
 
 
-def _memory(memory: WorkerMemory) -> dict[str, str]:
+def _as_processes(command: Sequence[str], processes: int) -> list[str]:
+    """The command of a worker, as that of each of its processes: by the Python that it names, if it names one."""
+    python = command[0] if _PYTHON.fullmatch(command[0]) else "python"
+    # ``-P``: no file of the working directory decides what runs.
+    return [python, "-P", "-m", "virtualflow", "processes", str(processes), "--", *command]
+
+
+def _memory(memory: WorkerMemory, processes: int) -> dict[str, str]:
+    """What each process is told: it has a device of its own, and a share of the host's memory."""
     sizes = {ENV_DEVICE_MEMORY: memory.device, ENV_HOST_MEMORY: memory.host}
-    told = {name: str(int(parse_quantity(size) or 0)) for name, size in sizes.items() if size is not None}
+    shared = {ENV_DEVICE_MEMORY: 1, ENV_HOST_MEMORY: processes}
+    told = {
+        name: str(int((parse_quantity(size) or 0) / shared[name])) for name, size in sizes.items() if size is not None
+    }
     return told if memory.activations is None else told | {ENV_ACTIVATIONS: memory.activations}
 
 
@@ -464,6 +485,8 @@ def template_hash(job: Job, group: WorkerGroup) -> str:
         made_from["onNonFinite"] = job.spec.on_non_finite
     if job.spec.checkpoint is not None and job.spec.checkpoint.memory:
         made_from["checkpointMemory"] = True
+    if job.spec.processes_per_worker != 1:
+        made_from["processes"] = job.spec.processes_per_worker
     if group.memory is not None:
         made_from["memory"] = [group.memory.device, group.memory.host, group.memory.activations]
     return hash_of(made_from)

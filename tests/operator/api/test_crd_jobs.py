@@ -39,6 +39,8 @@ VALID = {
     "an optimizer on the host": {"optimizerPlacement": "Host"},
     "short backward passes": {"backward": {"fractions": [1, 0.5]}},
     "all of them": {"backward": {"fractions": [0.5, 0.25], "rotate": False, "scale": "Sum", "fullEvery": 4}},
+    "divided parameters": {"sharding": {"what": "Parameters"}},
+    "all of them with nobody else": {"sharding": {"what": "Optimizer", "redundancy": "None"}},
     "resources of the coordinator": {"coordinator": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
 }
 
@@ -121,6 +123,12 @@ INVALID = {
     "backward passes without a word": ({"backward": {}}, "spec.backward"),
     "another scale": ({"backward": {"fractions": [1], "scale": "mean"}}, "spec.backward.scale"),
     "whole passes never": ({"backward": {"fractions": [0.5], "fullEvery": 0}}, "spec.backward.fullEvery"),
+    "something else divided": ({"sharding": {"what": "Gradients"}}, "spec.sharding.what"),
+    "redundancy alone": ({"sharding": {"redundancy": "Peer"}}, "spec.sharding"),
+    "redundancy in lower case": (
+        {"sharding": {"what": "Parameters", "redundancy": "peer"}},
+        "spec.sharding.redundancy",
+    ),
     "a template without containers": (
         {"workerGroups": [{"name": "workers", "template": {"spec": {"containers": []}}}]},
         "spec.workerGroups[0].template.spec.containers",
@@ -188,6 +196,7 @@ def test_the_schema_fills_in_all_defaults() -> None:
         "reproducibility": "Bitwise",
         "replicas": 2,
         "minReplicas": 1,
+        "processesPerWorker": 1,
         "elasticity": {
             "drainGraceSeconds": 30,
             "startupGraceSeconds": 30,

@@ -36,6 +36,7 @@ BELOW_LEAST = "replicas must be at least minReplicas; raise replicas or lower mi
 ABOVE_MOST = "replicas must be at most maxReplicas; lower replicas or raise maxReplicas."
 CROSSED = "minReplicas must be at most maxReplicas; lower minReplicas or raise maxReplicas."
 TOO_MANY = "replicas must be at most virtualNodes, as a worker carries at least one; lower replicas."
+TOO_MANY_PROCESSES = "Each process of a worker carries at least one of virtualNodes; lower processesPerWorker."
 LEAST_TOO_MANY = "minReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 MOST_TOO_MANY = "maxReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 NO_EQUAL_BITS = "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
@@ -44,6 +45,8 @@ OTHER_BITS = (
     "Statistical."
 )
 WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; raise it."
+UNWRITTEN = "Redundancy Checkpoint goes on from one when a worker is lost; add checkpoint, or let it be Peer or None."
+NO_SHARES = "redundancy is about shares, and with a what of None no worker has one; remove it."
 NEVER_WHOLE = "A fraction must be 1, or the first blocks are never trained; add it, or give fullEvery."
 FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
 NOT_COORDINATOR = "A worker group cannot be called coordinator; choose another name."
@@ -78,6 +81,12 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
         [TOO_MANY, LEAST_TOO_MANY],
     ),
     "a most above the virtual nodes": ({"virtualNodes": 4, "maxReplicas": 5}, [MOST_TOO_MANY]),
+    "workers of several processes": ({"replicas": 4, "maxReplicas": 4, "processesPerWorker": 2}, []),
+    "more processes than virtual nodes": ({"replicas": 3, "processesPerWorker": 3}, [TOO_MANY_PROCESSES]),
+    "more processes than virtual nodes at most": (
+        {"replicas": 2, "maxReplicas": 3, "processesPerWorker": 3},
+        [TOO_MANY_PROCESSES],
+    ),
     "groups that allow the least together": (
         {"minReplicas": 2, "workerGroups": [group("a", maxReplicas=1), group("b", maxReplicas=1)]},
         [],
@@ -100,6 +109,20 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
     "a pass that is whole": ({"backward": {"fractions": [0.5, 1]}}, []),
     "steps in which all passes are whole": ({"backward": {"fractions": [0.5], "fullEvery": 4}}, []),
     "no pass that is whole": ({"backward": {"fractions": [0.5]}}, [f"backward: {NEVER_WHOLE}"]),
+    "shares of nobody else": ({"sharding": {"what": "Parameters", "redundancy": "None"}}, []),
+    "nothing divided": ({"sharding": {"what": "None"}}, []),
+    "shares in checkpoints": (
+        {"sharding": {"what": "Optimizer", "redundancy": "Checkpoint"}, "checkpoint": {"volume": {"emptyDir": {}}}},
+        [],
+    ),
+    "shares in checkpoints that nobody writes": (
+        {"sharding": {"what": "Parameters", "redundancy": "Checkpoint"}},
+        [UNWRITTEN],
+    ),
+    "redundancy of nothing": (
+        {"sharding": {"what": "None", "redundancy": "Peer"}},
+        [f"sharding: {NO_SHARES}"],
+    ),
     "a place in a queue": ({"queue": "shared", "weight": 1, "priority": -7}, []),
     "a group switched off": ({"workerGroups": [group(maxReplicas=0)]}, [FEW_IN_GROUPS]),
     "one of the groups has no limit": (
@@ -145,6 +168,7 @@ FIXED = {
     "managedBy": "managedBy cannot be changed; create a new job for the other controller.",
     "optimizerPlacement": ("optimizerPlacement cannot be changed, because the result depends on it; create a new job."),
     "backward": "backward cannot be changed, because the result depends on it; create a new job.",
+    "sharding": "sharding cannot be changed, because all workers must divide alike; create a new job.",
     "verify": "verify cannot be changed, because all workers must check the same; create a new job.",
 }
 CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
@@ -176,6 +200,15 @@ CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
     ),
     "short backward passes given": ({}, {"backward": PARTIAL}, ["backward"]),
     "short backward passes taken away": ({"backward": PARTIAL}, {}, ["backward"]),
+    "the same division": ({"sharding": {"what": "Parameters"}}, {"sharding": {"what": "Parameters"}}, []),
+    "another division": ({"sharding": {"what": "Parameters"}}, {"sharding": {"what": "Optimizer"}}, ["sharding"]),
+    "other redundancy": (
+        {"sharding": {"what": "Parameters"}},
+        {"sharding": {"what": "Parameters", "redundancy": "None"}},
+        ["sharding"],
+    ),
+    "a division given": ({}, {"sharding": {"what": "Parameters"}}, ["sharding"]),
+    "a division taken away": ({"sharding": {"what": "Parameters"}}, {}, ["sharding"]),
     "the default written out": ({}, {"virtualNodes": 8, "reproducibility": "Bitwise"}, []),
     "more virtual nodes": ({"virtualNodes": 8}, {"virtualNodes": 16}, ["virtualNodes"]),
     "virtual nodes back to the default": ({"virtualNodes": 4}, {}, ["virtualNodes"]),

@@ -61,6 +61,24 @@ BEYOND: dict[str, tuple[Any, str]] = {
     "a negative number": ({"minReplicas": -1}, "minReplicas must"),
     "no virtual nodes": ({"virtualNodes": 0}, "virtualNodes must"),
     "a weight of nothing": ({"weight": 0}, "weight must"),
+    "workers of no process": ({"processesPerWorker": 0}, "processesPerWorker must"),
+    "processes in words": ({"processesPerWorker": "two"}, UNREAD),
+    "processes without a command": (
+        {"processesPerWorker": 2},
+        f"{POD}.containers[0].command: 2 processes of a worker each run the container's command, and there is none",
+    ),
+    "processes that would share a device": (
+        {"processesPerWorker": 2} | containers(container(command=["a"], resources={"limits": {"nvidia.com/gpu": 1}})),
+        f"{POD}.containers[0].resources.limits: nvidia.com/gpu is 1, no multiple of processesPerWorker (2)",
+    ),
+    "processes that would leave a device idle": (
+        {"processesPerWorker": 2} | containers(container(command=["a"], resources={"limits": {"amd.com/gpu": "3"}})),
+        f"{POD}.containers[0].resources.limits: amd.com/gpu is 3, no multiple of processesPerWorker (2)",
+    ),
+    "processes of a command in words": (
+        {"processesPerWorker": 2} | containers(container(command="python")),
+        f"{POD}.containers[0].command: 2 processes",
+    ),
     "groups that are a mapping": ({"workerGroups": {}}, UNREAD),
     "no groups": ({"workerGroups": []}, UNREAD),
     "a group that is a word": ({"workerGroups": ["gpu"]}, UNREAD),
@@ -86,6 +104,7 @@ BEYOND: dict[str, tuple[Any, str]] = {
     "memory of the host alone": ({"workerGroups": [group(memory={"host": "96Gi"})]}, UNREAD),
     "short backward passes without fractions": ({"backward": {}}, UNREAD),
     "an optimizer elsewhere": ({"optimizerPlacement": "Disk"}, UNREAD),
+    "something else divided": ({"sharding": {"what": "Gradients"}}, UNREAD),
     "a template without a pod": ({"workerGroups": [{"name": "a", "template": {}}]}, f"{TEMPLATE} cannot"),
     "metadata in words": (template(metadata="labels"), f"{TEMPLATE} cannot"),
     "a label that is a number": (template(metadata={"labels": {"a": 1}}), f"{TEMPLATE} cannot"),
@@ -171,6 +190,12 @@ def test_a_real_pod_may_use_all_that_is_not_the_operators() -> None:
         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}},
     }
     assert problems_of(job(workerGroups=[group(pod=pod)])["spec"]) == []
+
+
+def test_workers_of_several_processes_may_have_a_device_for_each() -> None:
+    resources = {"limits": {"nvidia.com/gpu": 4, "cpu": "3", "memory": "1Gi"}}
+    pods = containers(container(command=["python", "train.py"], resources=resources))
+    assert problems_of(job(processesPerWorker=4, **pods)["spec"]) == []
 
 
 JSON = st.recursive(

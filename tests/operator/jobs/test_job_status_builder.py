@@ -29,6 +29,7 @@ from scenes import (
     verdict_of,
 )
 
+from virtualflow.protocol.http_api import ProcessStatus
 from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.messages import CheckpointState, Generation
 from virtualflow_operator import reasons
@@ -53,6 +54,25 @@ def test_what_the_coordinator_says_is_in_the_status() -> None:
     assert (status.steps_per_second, status.generation) == ("12.35", 3)
     shares = [(share.worker, share.virtual_nodes, share.node) for share in status.assignment]
     assert shares == [("digits-workers-0", "0-3", "node-0"), ("digits-workers-1", "4-7", "node-1")]
+
+
+def test_a_worker_of_two_processes_counts_once_and_has_the_virtual_nodes_of_both() -> None:
+    stage = training()
+    assert stage.link is not None
+    assert stage.link.status is not None
+    parts = [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+    workers = tuple(
+        msgspec.structs.replace(
+            worker,
+            first=of_it[0][0],
+            last=of_it[1][1],
+            processes=tuple(ProcessStatus(rank, 7 + rank, *part) for rank, part in enumerate(of_it)),
+        )
+        for worker, of_it in zip(stage.link.status.workers, parts, strict=True)
+    )
+    status = progress(stage, workers=workers).decide().status
+    assert (status.workers, status.ready_replicas) == ("2/2", 2)
+    assert [share.virtual_nodes for share in status.assignment] == ["0-1, 4-5", "2-3, 6-7"]
 
 
 def test_the_measured_and_the_predicted_duration_of_a_step_are_in_the_status() -> None:

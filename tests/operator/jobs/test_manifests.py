@@ -292,6 +292,36 @@ def test_workers_are_told_how_much_memory_their_group_may_use(memory: Spec, told
     assert found == [told, {}]
 
 
+@pytest.mark.parametrize(
+    ("command", "python"),
+    [
+        pytest.param(["python", "-u", "train.py"], "python", id="python"),
+        pytest.param(["/opt/venv/bin/python3.12", "train.py"], "/opt/venv/bin/python3.12", id="a python of its own"),
+        pytest.param(["accelerate", "launch", "train.py"], "python", id="another program"),
+    ],
+)
+def test_a_worker_of_several_processes_runs_its_command_as_each_of_them(command: list[str], python: str) -> None:
+    pods = [container(command=command, args=["--lr", "$(RATE)"])]
+    memory = {"device": "24Gi", "host": "96Gi"}
+    one, two = (
+        worker_of(job_of(processesPerWorker=count, workerGroups=[group(pod={"containers": pods}, memory=memory)]))
+        for count in (1, 2)
+    )
+    first, second = one["spec"]["containers"][0], two["spec"]["containers"][0]
+    assert first["command"] == command
+    assert second["command"] == [python, "-P", "-m", "virtualflow", "processes", "2", "--", *command]
+    assert second["args"] == first["args"] == ["--lr", "$(RATE)"]
+    told = [{name: entry.get("value") for name, entry in environment(pod).items()} for pod in (one, two)]
+    assert {name for name in told[0] if told[0][name] != told[1][name]} == {ENV_HOST_MEMORY}
+    assert told[1][ENV_HOST_MEMORY] == str(48 << 30)
+    assert told[1][ENV_DEVICE_MEMORY] == str(24 << 30)
+
+
+def test_a_job_has_no_more_workers_than_virtual_nodes_for_their_processes() -> None:
+    spec = job_of(replicas=6, minReplicas=5, processesPerWorker=3).spec
+    assert (spec.most, spec.desired, spec.least) == (2, 2, 2)
+
+
 def test_a_worker_reads_the_memory_and_the_place_of_the_optimizer_that_the_operator_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -309,6 +339,24 @@ def test_a_worker_reads_how_far_backward_passes_go_as_the_operator_writes_it(mon
     said = {"fractions": [1, 0.5], "rotate": False, "scale": "Sum", "fullEvery": 4}
     monkeypatch.setenv(ENV_BACKWARD, environment(worker_of(job_of(backward=said)))[ENV_BACKWARD]["value"])
     assert WorkerEnvironment.read().backward == BackwardSpec((1.0, 0.5), rotate=False, scale="Sum", full_every=4)
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        (None, (None, None)),
+        ({"what": "Parameters"}, ("parameters", None)),
+        ({"what": "Optimizer", "redundancy": "None"}, ("optimizer", "none")),
+        ({"what": "None"}, ("none", None)),
+    ],
+)
+def test_a_worker_reads_what_is_divided_as_the_operator_writes_it(
+    said: dict[str, str] | None, read: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, entry in environment(worker_of(job_of(sharding=said))).items():
+        monkeypatch.setenv(name, entry.get("value", "x"))
+    found = WorkerEnvironment.read()
+    assert (found.shard, found.redundancy) == read
 
 
 @pytest.mark.parametrize("place", ["Device", "Host"])

@@ -25,6 +25,8 @@ def job_of(**spec: Any) -> Job:
         pytest.param({"workerGroups": [group(image="trainer:2")]}, True, id="an image"),
         pytest.param({"checkpoint": {"volume": CLAIM}}, True, id="a checkpoint"),
         pytest.param({"workerGroups": [group(memory={"device": "24Gi"})]}, True, id="memory"),
+        pytest.param({"processesPerWorker": 2}, True, id="processes of a worker"),
+        pytest.param({"processesPerWorker": 1}, False, id="one process, written out"),
         pytest.param({"replicas": 7, "minReplicas": 2}, False, id="the number of workers"),
         pytest.param({"workerGroups": [group(maxReplicas=4)]}, False, id="the size of the group"),
         pytest.param({"elasticity": {"scaleDownDelaySeconds": 9}}, False, id="a delay"),
