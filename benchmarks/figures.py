@@ -26,6 +26,7 @@ from benchmarks import (
     packing,
     packing_simulated,
     plots,
+    replica_groups,
     sealing,
     soak,
     steps,
@@ -250,6 +251,19 @@ FIGURES: dict[str, Figure] = {
         },
         plots.pauses,
     ),
+    "replica_groups": Figure(
+        "Membership changes beside torchft",
+        replica_groups.measure,
+        texts.REPLICA_GROUPS,
+        {
+            "change": plain_text("change"),
+            "pause, ms": rounded("pause_ms"),
+            "torchft, ms": rounded("torchft_ms"),
+            "times as long": lambda row: f"**{number(row['ratio'])}**",
+            "steps it gives up": lambda row: f"{row['given_up']:.0f}",
+        },
+        on_demand=True,
+    ),
     "packing": Figure(
         "Two jobs on one core, in turns",
         packing.measure,
@@ -268,12 +282,13 @@ FIGURES: dict[str, Figure] = {
     "packing_simulated": Figure(
         "Packing jobs on devices, simulated",
         packing_simulated.measure,
-        packing_simulated.TEXT,
+        "",
         lay=crossed(
             {"jobs": plain_text("jobs"), "policy": plain_text("policy")},
             lambda row: f"{row['most']} jobs a device",
             lambda row: "**{:+.0%}** ({:+.0%}–{:+.0%}), {:+.0%}, {:.0%} → {:.0%}".format(
-                row["work"], *row["work_range"], row["completion"], *row["computing"]
+                *(round(part, 2) + 0.0 for part in (row["work"], *row["work_range"], row["completion"])),  # no -0 %
+                *row["computing"],
             ),
         ),
     ),
@@ -315,7 +330,27 @@ FIGURES: dict[str, Figure] = {
             lambda row: f"{row['time of a step']}: {row['loss'].replace(' to ', '–')}, {row['beside whole']}",
         ),
     ),
+    **_program("partial_bytes", "Bytes of backward passes that end early"),
+    **_program("waiting_sums", "Sums that wait in files"),
+    **_program("sharded_bytes", "Parameters that are divided: bytes and memory"),
+    **_program("sharded_steps", "Parameters that are divided: steps beside FSDP2", on_demand=True),
+    **_program("sharded_changes", "Parameters that are divided: changes"),
+    **_program("larger_than_worker", "A model larger than a worker", on_demand=True),
     **_program("uneven", "Uneven workers", texts.UNEVEN),
+    **_program(
+        "uneven_devices",
+        "Uneven devices, played",
+        texts.UNEVEN_DEVICES,
+        {
+            "times as long": plain_text("devices"),
+            "best split": plain_text("best"),
+            "split found": plain_text("got"),
+            "share of the possible": rounded("share"),
+            "with an even split": rounded("share_even"),
+            "steps/s": rounded("steps_per_second"),
+            "moves": plain_text("moves"),
+        },
+    ),
     **_program(
         "heterogeneous",
         "Heterogeneous devices, simulated",
@@ -329,6 +364,12 @@ FIGURES: dict[str, Figure] = {
     **_program("scheduling_traces", "Scheduling the paper's 20 jobs", on_page=False),
     **_program("scheduling_devices", "Scheduling on kinds of device", on_page=False),
     **_program("scheduling_prediction", "Jobs of unknown length"),
+    **_program("node_sleep", "Nodes that sleep"),
+    **_program(
+        "scheduling_batches",
+        "Batches chosen beside devices",
+        lay=crossed({"line": plain_text("line")}, plain_text("load"), plain_text("cell")),
+    ),
     **_program(
         "coordinator", "A coordinator with 1,000 workers", texts.COORDINATOR, lay=crossed({"event": event}, phase, cost)
     ),

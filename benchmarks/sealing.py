@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks import changes, state_transfer
-from benchmarks.integrity import ratios, times_of
+from benchmarks.integrity import WARM_UP, ratios, times_of
 from benchmarks.tasks import TASKS, VIRTUAL_NODES
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 25_000_000)
@@ -121,6 +121,7 @@ def measure(quick: bool) -> dict[str, Any]:
     """All sizes and tasks."""
     rows = [measure_messages(size, quick) for size in SIZES]
     for task, steps in STEPS.items():
-        rows += [measure_steps(task, workers, steps // 4 if quick else steps) for workers in WORKERS]
+        measured = (steps - WARM_UP) // (4 if quick else 1)
+        rows += [measure_steps(task, workers, WARM_UP + measured) for workers in WORKERS]
     rows += measure_changes(1 if quick else CHANGE_RUNS)
     return {"settings": {"virtual_nodes": VIRTUAL_NODES}, "rows": rows}

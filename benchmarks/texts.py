@@ -59,6 +59,12 @@ workers.
 excludes repeated steps. It waits 1 s for latecomers instead of 30, and has `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`,
 without which no third agent can join (torch 2.13)."""
 
+REPLICA_GROUPS = """\
+The same changes under torchft 0.2.0 with three replicas of one process over gloo, whose gradients `Manager.allreduce`
+averages; in turn with VirtualFlow. A lost replica is noticed when its heartbeat is 1 s late (5 s by default). A replica
+that is told to end is lost, too: a shrink is not announced. The step in which it is lost is given up: its samples are
+not used. Bits follow the number of replicas."""
+
 STATE = """\
 A job of 50.4 million parameters with AdamW grows and shrinks. Beyond the transfer, the pause is mostly the first step
 of one more worker on the same cores."""
@@ -66,6 +72,11 @@ of one more worker on the same cores."""
 UNEVEN = """\
 One of two workers is temporarily slowed to a third. *Share*: of the theoretical speed, with virtual nodes split by
 speed or evenly. *Steady*: nobody is slowed, so nothing should move."""
+
+UNEVEN_DEVICES = """\
+Workers with devices of unequal speed share 16 virtual nodes. A worker plays its device by a fixed wait for each virtual
+node, so many share two cores; it also computes a small model. *Possible*: the best whole-number split of all, as a job
+that always has it. All weights are equal."""
 
 HETEROGENEOUS = """\
 Published throughputs of ResNet-50 training (sources: `benchmarks/heterogeneous.py`), 64 virtual nodes of 128 images
