@@ -332,15 +332,24 @@ class Shards:
 
     def kept(self, place: int, begin: int, end: int) -> Iterator[KeptPart]:
         """See :class:`KeptStates`: a state is cut where shares are, so that both keepers of a stretch cut it alike."""
-        parameter = self._parameters[place]
-        for piece in (piece for pieces in self._first_pieces for piece in pieces if piece.place == place):
-            keepers = self.shares.keepers(self.row.offsets[place] + piece.begin)
-            origin, size = piece.begin * parameter.itemsize, self._size(piece)
-            first, last = max(0, begin - origin), min(size, end - origin)
-            if self._rank not in keepers or len(keepers) == 1 or (first >= last and size):
+        for piece, keepers, first, last in self._within(place, begin, end):
+            if self._rank not in keepers or len(keepers) == 1:
                 continue
             for key, raw in bytes_of_state(self._value(piece), self._kept.read(piece) or {}, first, last):
                 yield KeptPart(key, keepers, self._rank, raw)
+
+    def keepers(self, place: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+        """See :class:`KeptStates`."""
+        return (keepers for _, keepers, _, _ in self._within(place, begin, end))
+
+    def _within(self, place: int, begin: int, end: int) -> Iterator[tuple[Stretch, tuple[int, ...], int, int]]:
+        """Each stretch in the bytes ``[begin, end)`` of a parameter, its keepers, and which of its bytes are in it."""
+        itemsize = self._parameters[place].itemsize
+        for piece in (piece for pieces in self._first_pieces for piece in pieces if piece.place == place):
+            origin, size = piece.begin * itemsize, self._size(piece)
+            first, last = max(0, begin - origin), min(size, end - origin)
+            if first < last or not size:
+                yield piece, self.shares.keepers(self.row.offsets[place] + piece.begin), first, last
 
     # --- states on their way ------------------------------------------------------------------------------------------
 

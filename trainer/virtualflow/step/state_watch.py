@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -87,6 +87,9 @@ class KeptStates(Protocol):
 
         Keepers of the same state give the same parts of it, cut in the same way.
         """
+
+    def keepers(self, place: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+        """Of each stretch of these bytes the ranks of all that step it, the one that sends the others its values first."""
 
 
 class Diverged(VirtualFlowError):
@@ -205,9 +208,22 @@ class StateWatch(StepPart):
         accounts = [msgspec.json.decode(raw.numpy().tobytes(), type=_Account) for raw in told]
         rows = [account.common for account in accounts]
         agreed = max(0, self._step - self._sweep - 1)
-        if len(set(rows)) > 1:
-            raise Diverged(find_divergence(self._step, agreed, [name for name, _ in self._hashes], rows))
-        raise Diverged(find_keepers(self._step, agreed, [account.kept for account in accounts]))
+        # A state that differs comes first: what its keepers step with it differs for that reason.
+        found = find_keepers(self._step, agreed, [account.kept for account in accounts])
+        if found is None and len(set(rows)) > 1:
+            found = find_divergence(self._step, agreed, [name for name, _ in self._hashes], rows)
+            found = doubt_keepers(found, self._keepers_of(found.tensor))
+        if found is None:
+            found = Divergence(self._step, agreed, "what the workers keep of the optimizer's state", ())
+        raise Diverged(found)
+
+    def _keepers_of(self, name: str) -> Iterator[tuple[int, ...]]:
+        """Who steps what this step's part has of a parameter of that name."""
+        if self._shares is None:
+            return
+        for piece in self._parts.get(self._step % self._sweep, ()):
+            if piece.index < len(self._parameters) and self._parameters[piece.index][0] == name:
+                yield from self._shares.keepers(piece.index, piece.begin, piece.end)
 
     def _pieces(self, step: int) -> Iterator[Piece]:
         for piece in self._parts.get(step % self._sweep, ()):
@@ -293,11 +309,29 @@ def find_divergence(step: int, agreed: int, names: Sequence[str], rows: Sequence
     return Divergence(step, agreed, "the set of tensors that the optimizer keeps", odd)
 
 
-def find_keepers(step: int, agreed: int, told: Sequence[Sequence[_KeptHash]]) -> Divergence:
+def doubt_keepers(found: Divergence, stepped: Iterable[tuple[int, ...]]) -> Divergence:
+    """Convict nobody who may be the only one that is right.
+
+    A share's first keeper sends its values to all but the other keepers, which step them, too. Where it is the one
+    that is wrong, all who got its values agree with it, and another keeper stands alone.
+
+    Args:
+        stepped: the keepers of each stretch of what differs.
+    """
+    for keepers in stepped:
+        if not set(found.odd).isdisjoint(keepers[1:]):
+            return replace(found, odd=(), keepers=keepers)
+    return found
+
+
+def find_keepers(step: int, agreed: int, told: Sequence[Sequence[_KeptHash]]) -> Divergence | None:
     """Name the first tensor of which those who keep it have different ones; of two, nobody knows who is right.
 
     Args:
         told: what each worker keeps of this step's part, in the order of the ranks.
+
+    Returns:
+        ``None``: all keepers agree.
     """
     found: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
     for rank, hashes in enumerate(told):
@@ -309,7 +343,7 @@ def find_keepers(step: int, agreed: int, told: Sequence[Sequence[_KeptHash]]) ->
             usual, count = Counter(rows).most_common(1)[0]
             odd = [rank for rank, row in zip(keepers, rows, strict=True) if row != usual]
             return Divergence(step, agreed, name, tuple(odd) if 2 * count > len(rows) else (), keepers)
-    return Divergence(step, agreed, "what the workers keep of the optimizer's state", ())
+    return None
 
 
 def _wrapped(number: int) -> int:
