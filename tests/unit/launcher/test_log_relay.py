@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from virtualflow.launcher.log_relay import LogRelay, last_traceback
+from virtualflow.launcher.log_relay import LogRelay, last_exception, last_traceback
 from virtualflow.launcher.supervisor import Stream
 
 GRACE = 10.0
@@ -111,3 +111,21 @@ def test_of_what_is_withheld_only_the_latest_lines_are_kept(scene: Scene) -> Non
 )
 def test_the_last_traceback_is_found(tail: list[str], last: list[str]) -> None:
     assert last_traceback(tail).splitlines() == last
+
+
+@pytest.mark.parametrize(
+    ("tail", "said"),
+    [
+        (TRACEBACK, "ValueError: sour"),
+        ([*TRACEBACK[:2], "    x = f(", "        ^^", "torch.Error: a", "b", "", "more"], "torch.Error: a"),
+        (
+            [*TRACEBACK, "", "During handling of the above exception, another one:", "", *TRACEBACK[:2], "OSError"],
+            "OSError",
+        ),
+        (['  File "train.py", line 3', "    x y", "      ^", "SyntaxError: no"], "SyntaxError: no"),
+        (["Killed"], ""),
+        ([], ""),
+    ],
+)
+def test_what_a_traceback_ends_with_is_found(tail: list[str], said: str) -> None:
+    assert last_exception(tail) == said

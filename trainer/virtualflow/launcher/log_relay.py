@@ -126,3 +126,11 @@ def last_traceback(tail: list[str]) -> str:
             break
         first = index
     return "\n".join(tail[first:])
+
+
+def last_exception(tail: list[str]) -> str:
+    """The first line of the exception that the last traceback ends with; empty: there is none."""
+    lines = last_traceback(tail).split("\n")
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    behind = lines[frames[-1] :] if frames else []
+    return next((line for line in behind if not line.startswith(" ")), "")

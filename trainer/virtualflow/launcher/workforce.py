@@ -11,7 +11,7 @@ from pathlib import Path
 from virtualflow.launcher.coordinator_process import BACKOFF_FIRST, BACKOFF_MOST, HOST
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
-from virtualflow.launcher.log_relay import last_traceback
+from virtualflow.launcher.log_relay import last_exception, last_traceback
 from virtualflow.launcher.processes import split_line
 from virtualflow.launcher.registry import JobAccess
 from virtualflow.launcher.report import JobHistory
@@ -224,9 +224,9 @@ def _told_fault(worker: WorkerProcess) -> str | None:
 
 
 def _last_sentence(worker: WorkerProcess) -> str:
-    """What the library said last as it ended a worker's script; empty: something else was said last."""
+    """What the library said last as it ended a worker's script, or the exception that did; empty: neither is told."""
     mark, last = "virtualflow: ", next(reversed(worker.said), "")
-    return last.removeprefix(mark).strip() if last.startswith(mark) else ""
+    return last.removeprefix(mark).strip() if last.startswith(mark) else last_exception(worker.said)
 
 
 class AbsentEnds:
