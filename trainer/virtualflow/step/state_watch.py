@@ -89,7 +89,7 @@ class KeptStates(Protocol):
         """
 
     def keepers(self, place: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
-        """Of each stretch of these bytes the ranks of all that step it, the one that sends the others its values first."""
+        """The ranks that step each stretch of these bytes; the first of them sends the others its values."""
 
 
 class Diverged(VirtualFlowError):
