@@ -79,8 +79,8 @@ def break_collective(victim: str, number: int, how: str) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.pending, name)
 
-        def wait(self) -> None:
-            self.pending.wait()
+        def wait(self, *timeout: float) -> None:
+            self.pending.wait(*timeout)  # transfers of states say for how long
             raise CommunicatorBroken("injected by the test")
 
     def failing(self: Communicator, begin: Any) -> Pending:
