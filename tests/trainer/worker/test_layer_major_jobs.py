@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
+from elastic_jobs import BEGUN_EARLY, EXCHANGE, ElasticJob, Trained, alone, die_here, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -100,7 +100,7 @@ def test_it_is_the_same_through_a_kill_and_a_join_beside_workers_in_the_ordinary
     start_job: Callable[..., ElasticJob],
 ) -> None:
     reference = alone(train, "")
-    job = start_job(train, "worker-0 worker-1 worker-3", "worker-1", workers=3, hold=2)
+    job = start_job(train, "worker-0 worker-1 worker-3", "worker-1", workers=3, hold=2, environment={EXCHANGE: "early"})
     job.reach(2)
     job.join()  # worker-3
     job.reach(4)
@@ -108,6 +108,7 @@ def test_it_is_the_same_through_a_kill_and_a_join_beside_workers_in_the_ordinary
     results = {name: outcome.value for name, outcome in outcomes.items() if outcome.kind == "returned"}
     assert set(results) == {"worker-0", "worker-2", "worker-3"}, outcomes
     assert all(result == reference for result in results.values()), results
+    assert all(BEGUN_EARLY in outcomes[name].log for name in ("worker-0", "worker-2"))
     assert "25 blocks run layer by layer" in outcomes["worker-3"].log
 
 

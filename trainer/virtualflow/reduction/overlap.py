@@ -9,10 +9,12 @@ left them, its next attempts are hot. If a script then surprises it, it repeats 
 Each worker tells in its step header whether its gradients stayed as they were. If all did, the next step's reduction
 begins with the first gradients of the last virtual nodes, which all workers decide alike since they have read the same
 headers. If a step then surprises somebody, its header says so, and all repeat the attempt with a reduction behind the
-headers. A model that does other things than before (freezes a layer, skips a branch) surprises nobody: what was
-expected and does not come is zero, what comes unexpected is added and reduced afterwards. Where gradients are many and
-small, nothing is watched: all set out together behind the backward pass, before the headers. Whether it is worth it to
-begin a reduction early, the schedule of its exchange says (``schedule``).
+headers. Where a worker computes block by block (layer-major order), the sums over all its virtual nodes set out block
+by block in place of the last one's gradients, and nobody could have changed them. A model that does other things than
+before (freezes a layer, skips a branch) surprises nobody: what was expected and does not come is zero, what comes
+unexpected is added and reduced afterwards. Where gradients are many and small, nothing is watched: all set out together
+behind the backward pass, before the headers. Whether it is worth it to begin a reduction early, the schedule of its
+exchange says (``schedule``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from virtualflow.reduction.accumulation import Accumulator, Addition, multiply
+from virtualflow.reduction.accumulation import Accumulator, Addition, Tensors, multiply
 from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.handover import UNWATCHED, Handover
 from virtualflow.reduction.pipeline import Early
@@ -172,6 +174,51 @@ class Overlap:
             plain: whether they are to be seen in ``.grad``.
             reach: see :meth:`Reducer.reduce`.
         """
+        self._begin_early(
+            collectives, holdings, accumulator, last=last, count=count, weight=weight, scale=scale, reach=reach
+        )
+        if self.early is None:
+            # Others need to know of gradients that could set out early in a step to come.
+            told = self.one_by_one and self._reducer.overlaps(collectives, holdings, self._templates, reach)
+            self.watch(accumulator, last, count=count, weight=weight, plain=plain, told=told)
+            return
+        self.running = True
+        if self.one_by_one:
+            # Until it is known that the script looks at none, it gets to see all.
+            self._handover.begin(self.early, plain=plain or not self._hot)
+            self._watched = self._hands_over = True
+
+    def watch_together(
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        accumulator: Accumulator,
+        *,
+        last: int,
+        scale: float | None,
+    ) -> None:
+        """All virtual nodes of this worker are about to run together, none of whose gradients a script sees."""
+        self._begin_early(collectives, holdings, accumulator, last=last, weight=1.0, scale=scale)
+        self.running = True
+
+    def give_sums(self, places: Sequence[int], rows: Sequence[Tensors]) -> None:
+        """The sums over all of them at some places are complete; those that set out are taken out of ``rows``."""
+        if self.early is not None:
+            self.early.give_sums(places, rows)
+
+    def _begin_early(
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        accumulator: Accumulator,
+        *,
+        last: int,
+        count: int = 1,
+        weight: float,
+        scale: float | None,
+        reach: Reach | None = None,
+    ) -> None:
+        self._deferred = scale is None
         if self._expected:
             self.early = self._reducer.begin(
                 collectives,
@@ -185,16 +232,6 @@ class Overlap:
                 scale=scale,
                 reach=reach,
             )
-        if self.early is None:
-            # Others need to know of gradients that could set out early in a step to come.
-            told = self.one_by_one and self._reducer.overlaps(collectives, holdings, self._templates, reach)
-            self.watch(accumulator, last, count=count, weight=weight, plain=plain, told=told)
-            return
-        self.running, self._deferred = True, scale is None
-        if self.one_by_one:
-            # Until it is known that the script looks at none, it gets to see all.
-            self._handover.begin(self.early, plain=plain or not self._hot)
-            self._watched = self._hands_over = True
 
     def weigh(self, weight: float) -> None:
         """The virtual node that runs counts by a factor that its script has told only now.
@@ -230,7 +267,7 @@ class Overlap:
             return Settled(frozenset(), addition.sums, found.gone)
         if early is None:
             return _UNTOUCHED
-        rest = {place: self._parameters[place].grad for place in early.places - found.seen}
+        rest = {place: self._parameters[place].grad for place in early.missing}
         # What has not set out yet is the user's no more, and is used up.
         early.give_rest({place: None if left is None else left.detach() for place, left in rest.items()})
         return Settled(early.places, {}, found.gone)

@@ -212,7 +212,7 @@ class Early:
         self._where = {
             place: (index, at) for index, bucket in enumerate(buckets) for at, place in enumerate(bucket.places)
         }
-        self._missing = [len(bucket.places) for bucket in buckets]
+        self._missing = [set(bucket.places) for bucket in buckets]
         self._staged: dict[tuple[int, int], Tensors] = {}
         self._next = 0
 
@@ -223,6 +223,11 @@ class Early:
     @property
     def places(self) -> frozenset[int]:
         return frozenset(self._where)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The places that were not given yet."""
+        return frozenset[int]().union(*self._missing)
 
     def takes(self, place: int) -> bool:
         return place in self._where
@@ -251,7 +256,7 @@ class Early:
             self._place(index, at, row, tensors[place])
             tensors[place] = None
         left, right = addition.prepare(place, tensor)
-        self._missing[index] -= 1
+        self._missing[index].remove(place)
         if left is None or right is None or not self.pipeline.on_host[index]:
             total = add_one(left, right) if addition.merged else right
             if total is tensor and total is not None and not own and not self.pipeline.on_host[index]:
@@ -265,11 +270,26 @@ class Early:
             torch.add(lefts[begin:end], rights[begin:end], out=stretch)
         return left
 
+    def give_sums(self, places: Sequence[int], rows: Sequence[Tensors]) -> None:
+        """Write this worker's sums at some places, each once, in place of a last virtual node's tensors.
+
+        Args:
+            rows: for each sum a tensor a place; what is written is taken out of them.
+        """
+        for which, place in enumerate(places):
+            if place in self._where:
+                index, at = self._where[place]
+                for row, tensors in enumerate(rows):
+                    self._place(index, at, row, tensors[which])
+                    tensors[which] = None
+                self._missing[index].remove(place)
+        self._submit_full()
+
     def give_rest(self, tensors: Mapping[int, Tensor | None]) -> None:
         """The last virtual node's contributions to all places that were not given yet; they are used up."""
         apart = dict(zip(tensors, separate(tensors.values()), strict=True))
         for index, bucket in enumerate(self._buckets):
-            if self._missing[index] == len(bucket.places):
+            if len(self._missing[index]) == len(bucket.places):
                 self._give_bucket(index, [apart[place] for place in bucket.places])
             else:
                 for place in apart.keys() & bucket.places:
@@ -285,7 +305,7 @@ class Early:
         for tensors in reversed(addition.merged):
             last = add_tensors([addition.take(tensors, place) for place in places], last)
         self.pipeline.write_row(index, len(addition.above), last)
-        self._missing[index] = 0
+        self._missing[index].clear()
         self._submit_full()
 
     def _place(self, index: int, at: int, row: int, tensor: Tensor | None) -> None:
@@ -297,7 +317,7 @@ class Early:
         staged[at] = tensor
 
     def _submit_full(self) -> None:
-        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+        while self._next < len(self._buckets) and not self._missing[self._next]:
             for row in range(self.pipeline.rows):
                 staged = self._staged.pop((self._next, row), None)
                 if staged is not None:

@@ -184,7 +184,7 @@ class GradientSync:
             self.expect(samples, virtual_nodes)
             return
         node = self._order[self._taken]
-        self._promised = None if of_step is None or self._open else self.unit / of_step
+        self._promise(of_step)
         self._overlap.watch_last(
             collectives,
             holdings,
@@ -196,6 +196,23 @@ class GradientSync:
             plain=self._is_checked(node),
             reach=None if self.cut is None else self.cut.reach(),
         )
+
+    def expect_together(self, collectives: Collectives, holdings: Sequence[Sequence[int]], of_step: int | None) -> None:
+        """In place of both: all virtual nodes of the attempt are about to run together; see :meth:`give_sums`."""
+        self._promise(of_step)
+        accumulator, last = self._contributions.accumulator, self._order[-1]
+        self._overlap.watch_together(collectives, holdings, accumulator, last=last, scale=self._promised)
+
+    def _promise(self, of_step: int | None) -> None:
+        self._promised = None if of_step is None or self._open else self.unit / of_step
+
+    def give_sums(self, places: Sequence[int], rows: Sequence[Tensors]) -> None:
+        """Some sums over all of them are complete, so the reduction may begin with these; each place comes once.
+
+        Args:
+            rows: for each sum a tensor a place; what sets out is taken out of them.
+        """
+        self._overlap.give_sums(places, rows)
 
     def weigh(self, weight: float) -> None:
         """The script has said what the virtual node that runs counts by, in place of its samples."""
@@ -274,8 +291,15 @@ class GradientSync:
         return record
 
     def take_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool]) -> None:
-        """In place of :meth:`take`: all virtual nodes of the attempt at once; see ``Contributions.add_summed``."""
+        """In place of :meth:`take`: all virtual nodes of the attempt at once; see ``Contributions.add_summed``.
+
+        Args:
+            parts: without what :meth:`give_sums` has taken out.
+        """
+        settled = self._overlap.settle()
         self._contributions.add_summed(records, parts, given, self.unit)
+        if settled.sent:
+            self._contributions.note_sent(self._overlap.early, self._overlap.steady)
         self._taken = len(self._order)
 
     @property

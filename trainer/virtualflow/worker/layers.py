@@ -13,7 +13,7 @@ from torch import Tensor
 
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
-from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
+from virtualflow.memory.activations import Chain, Complete, Flight, LayerMajor, Summed
 from virtualflow.step import Attempt, Told
 from virtualflow.worker.setup import Context
 from virtualflow.worker.step import Loss, forget_cached_weights, span
@@ -29,16 +29,21 @@ class LayeredAttempts:
     def __init__(self, context: Context, chain: Chain, layers: LayerMajor, listen: Callable[[Any], Told]) -> None:
         self._context, self._chain, self._layers, self._listen = context, chain, layers, listen
 
-    def attempt(self, attempt: Attempt) -> Iterator[Any]:
+    def attempt(self, attempt: Attempt, of_step: int | None) -> Iterator[Any]:
+        """Compute what this worker contributes to a step; blocks set out for the others as they are complete.
+
+        Args:
+            of_step: samples of the whole global batch, ``None`` where only the headers will tell.
+        """
         sync, check = self._context.update.sync, self._context.membership.check
         work = _Work([self._load(node, attempt) for node in attempt.computes])
         if not work.flights:
             return
-        sync.begin_late()
+        sync.expect_together(self._context.membership.communicator, attempt.holdings, of_step)
         for before in self._context.parts.before_pass:
             before(attempt)
         self._context.session.activity.mark("computing", attempt.number)
-        yield from self._run(work, attempt.number, check)
+        yield from self._run(work, attempt.number, check, sync.give_sums)
         records = {}
         for flight in work.flights:
             self._chain.put_buffers(flight.buffers)
@@ -68,7 +73,9 @@ class LayeredAttempts:
     def _flight(self, batch: MicroBatch) -> Flight:
         return Flight(batch.virtual_node, batch.kept, batch.kept / self._context.update.sync.unit, batch.data)
 
-    def _run(self, work: _Work, number: int, check: Callable[[], object]) -> Iterator[Any]:
+    def _run(
+        self, work: _Work, number: int, check: Callable[[], object], complete: Complete | None = None
+    ) -> Iterator[Any]:
         def begin(flight: Flight) -> None:
             forget_cached_weights()
             seed_virtual_node(self._context.request.options.seed, number, flight.number)
@@ -85,7 +92,7 @@ class LayeredAttempts:
                 return value
 
             try:
-                work.summed = self._layers.run(work.flights, loss, seed=begin, check=check)
+                work.summed = self._layers.run(work.flights, loss, seed=begin, check=check, complete=complete)
             except CommunicatorBroken as error:
                 work.broken = error  # which is not the script's
 

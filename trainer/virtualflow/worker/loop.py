@@ -370,7 +370,8 @@ class Loop:
             begin(attempt)
         if self._spot_checking is not None:
             yield from self._spot_checking.begin(attempt)
-        yield from self._one_by_one(attempt, samples) if self._layers is None else self._layers.attempt(attempt)
+        layers = self._layers
+        yield from self._one_by_one(attempt, samples) if layers is None else layers.attempt(attempt, samples)
         for computed in self._parts.computed:
             computed(attempt)
         if len(holdings) > 1:

@@ -8,7 +8,7 @@ of memory, and nothing of workers.
 
 from virtualflow.memory.activations.blocks import find_blocks
 from virtualflow.memory.activations.chain import Carrier, Chain
-from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Summed
+from virtualflow.memory.activations.layer_major import Complete, Flight, LayerMajor, Summed
 from virtualflow.memory.activations.measuring import ChainMeasurement
 from virtualflow.memory.activations.planned import Activations, Memory, bytes_of_state, limit
 from virtualflow.memory.settings import ActivationSettings

@@ -2,9 +2,10 @@
 
 So weights come to the device twice a step, and not twice a virtual node, and it holds one block at a time. Between its
 turns a virtual node is in flight: what enters each block waits on the host, with the states of the random streams, and
-a block is computed again in the backward pass, with gradients. Bits are those of the ordinary order: a virtual node
-finds the streams where its block before left them and the buffers that every one finds, and each block's gradients are
-added up in the order of the job's summation.
+a block is computed again in the backward pass, with gradients. While a block is computed, the sums of those behind it
+may travel between workers (the phased exchange of KARMA, Wahib et al., SC 2020, arXiv 2008.11421). Bits are those of
+the ordinary order: a virtual node finds the streams where its block before left them and the buffers that every one
+finds, and each block's gradients are added up in the order of the job's summation.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ logger = logging.getLogger("virtualflow.worker")
 
 Loss = Callable[["Flight", Any, Sequence[Any]], Any]
 """Gets a virtual node, what the last block returns for it, and the elements of its micro-batch behind the first."""
+
+Complete = Callable[[Sequence[int], Sequence[Tensors]], object]
+"""Gets the places of a block's parameters and the sums over all flights, for each sum a tensor a place; it may take
+tensors out of them."""
 
 
 @dataclass
@@ -71,7 +76,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class _OfBlock:
-    """What came of one block: the places of its trained parameters, the sums at these, and where there was any."""
+    """What came of one block: the places of its parameters, the sums at these, and where there was any."""
 
     places: list[int]
     parts: Parts
@@ -97,12 +102,22 @@ class LayerMajor:
         self._told = False
 
     def run(
-        self, flights: Sequence[Flight], loss: Loss, *, seed: Callable[[Flight], object], check: Callable[[], object]
+        self,
+        flights: Sequence[Flight],
+        loss: Loss,
+        *,
+        seed: Callable[[Flight], object],
+        check: Callable[[], object],
+        complete: Complete | None = None,
     ) -> Summed:
         """Compute them all.
 
         Args:
             check: called before every visit of a block; may raise.
+            complete: called behind the backward pass of every block, from the last one to the first.
+
+        Returns:
+            Without the sums that ``complete`` has taken out.
 
         Raises:
             DoesNotFit: a block does not, or what waits on the host.
@@ -116,10 +131,11 @@ class LayerMajor:
             flight._streams.append(read_streams(self.carrier.device))
         for index in range(last):
             self._forward_all(index, flying, check)
-        of_blocks = [
-            self._backward_all(index, flights, loss if index == last else None, check)
-            for index in reversed(range(last + 1))
-        ]
+        of_blocks = []
+        for index in reversed(range(last + 1)):
+            of_blocks.append(self._backward_all(index, flights, loss if index == last else None, check))
+            if complete is not None:
+                complete(of_blocks[-1].places, [tensors for _, tensors in of_blocks[-1].parts])
         if not self._told:
             self._told = True
             logger.warning(
@@ -143,18 +159,19 @@ class LayerMajor:
             sums, given = Accumulator(self._summation), set[int]()
             for flight in flights:
                 check()
-                gradients: Tensors = [None] * len(block.trained)
+                gradients: Tensors = [None] * len(block.link.places)
                 if flight.samples:
                     at_rest = sum(t.nbytes for _, tensors in sums.parts for t in tensors if t is not None)
                     with self._measure("backward", index, block, flight, at_rest):
                         gradients = self._backward(index, block, flight, loss)
-                given |= {place for place, tensor in zip(block.trained, gradients, strict=True) if tensor is not None}
+                there = zip(block.link.places, gradients, strict=True)
+                given |= {place for place, tensor in there if tensor is not None}
                 sums.add(flight.number, gradients, weight=flight.weight)
                 del gradients  # what is in a sum is not needed
             parts: Parts = [
                 (key, [None if t is None else self.carrier.take(t) for t in row]) for key, row in sums.parts
             ]
-            return _OfBlock(list(block.trained), parts, given)
+            return _OfBlock(block.link.places, parts, given)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -213,7 +230,7 @@ class LayerMajor:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _backward(self, index: int, block: Loaded, flight: Flight, loss: Loss | None) -> Tensors:
-        """Compute a block again, with ``loss`` behind it if it is the last one, and its gradients, by trained place."""
+        """Compute a block again, with ``loss`` behind it if it is the last one, and its gradients, a place each."""
         write_streams(flight._streams[index])
         block.renew_buffers()
         boundary = flight._entered.pop()
@@ -240,7 +257,8 @@ class LayerMajor:
         owned = {tensor.untyped_storage().data_ptr() for tensor in block.tensors}
         pairs = zip(block.trained.values(), found[len(edges) :], strict=True)
         gradients = separate(_as_autograd_leaves_it(parameter, gradient, owned) for parameter, gradient in pairs)
-        return self._summation.precision.cast_all(gradients)
+        by_place = dict(zip(block.trained, self._summation.precision.cast_all(gradients), strict=True))
+        return [by_place.get(place) for place in block.link.places]
 
     def _close(self, output: Any, flight: Flight, loss: Loss) -> tuple[list[Tensor], list[Tensor | None]]:
         value = loss(flight, output, tree_map_only(Tensor, self.carrier.bring, list(flight.data[1:])))
