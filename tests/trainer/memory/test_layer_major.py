@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from activation_models import Layer, Residual, Stateful
+from benchmarks.throttled_copies import Clock, ThrottledCopies
 from torch import Tensor, nn
 
 from virtualflow.data.rng import seed_process
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import Budget
+from virtualflow.memory import Budget, format_bytes
 from virtualflow.memory.activations import layer_major
 from virtualflow.memory.activations.chain import Carrier, Chain
 from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Summed
@@ -209,6 +211,87 @@ def test_what_is_on_the_device_is_counted_and_a_budget_kept(monkeypatch: pytest.
     by_layers("convolutional", device=layers.peak_bytes)
     with pytest.raises(ConfigurationError, match=r"block .* takes .* of the device for a virtual node of 4 samples"):
         by_layers("convolutional", device=layers.peak_bytes - 1)
+
+
+class Recorded(Carrier):
+    """Copies ahead beside the computation, on the lanes of a device that is played: until a copy has arrived it is not
+    a number."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, ThrottledCopies(Clock(), 1e9))
+        self.events: list[str] = []
+
+    def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.events.append("begin")
+        return super().begin(tensors)
+
+    def arrive(self, tensors: Sequence[Tensor]) -> None:
+        self.events.append("arrive")
+        super().arrive(tensors)
+
+
+def repeatedly(
+    name: str, carrier: Carrier, device: int, *of_each: list[Flight], live: LiveBytes | None = None
+) -> tuple[Summed, LayerMajor]:
+    """The sums of the last of several steps."""
+    layers = LayerMajor(Chain(build(name), None), carrier, choose_summation(8, "bitwise"), Budget(device))
+    for flying in of_each:
+        if isinstance(carrier, Recorded):
+            carrier.events.clear()
+        with carrier.seen_by(live) if live is not None else nullcontext():
+            found = layers.run(
+                flying,
+                lambda flight, output, rest: drawing_loss(output, *rest),
+                seed=lambda flight: seed_process(flight.number),
+                check=lambda: carrier.events.append("visit") if isinstance(carrier, Recorded) else None,
+            )
+    return found, layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_is_copied_while_the_one_before_is_computed_to_the_same_bits(name: str) -> None:
+    carrier = Recorded()
+    found, _ = repeatedly(name, carrier, 1 << 30, flights(name), flights(name))
+    assert_same(found.parts, in_order(name)[0])
+    if name == "transformer":
+        forward, backward = ["visit"] * 4, ["visit"] * 5
+        of_blocks = [["begin", *visits, "arrive"] for visits in (*[forward] * 3, *[backward] * 3)]
+        assert carrier.events == [*chain.from_iterable(of_blocks), *backward]
+
+
+def test_a_block_that_does_not_fit_beside_another_is_not_copied_ahead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    live, carrier, name = LiveBytes(), Recorded(), "convolutional"
+
+    def read(device: torch.device) -> Any:
+        with live.pause():
+            return read_streams(device)
+
+    monkeypatch.setattr(layer_major, "read_streams", read)
+    _, beside = repeatedly(name, carrier, 1 << 30, flights(name), flights(name), live=live)
+    begun = carrier.events.count("begin")
+    assert f"the device holds {format_bytes(beside.peak_bytes)} at most" in caplog.text
+    _, alone = repeatedly(name, Carrier(CPU), 1 << 30, flights(name))
+    assert alone.peak_bytes < live.peak <= beside.peak_bytes <= 1.1 * live.peak
+    for device, count in ((beside.peak_bytes, begun), (beside.peak_bytes - 1, begun - 1)):
+        found, layers = repeatedly(name, carrier, device, flights(name), flights(name))
+        assert_same(found.parts, in_order(name)[0])
+        assert carrier.events.count("begin") == count
+        assert layers.peak_bytes <= device
+
+
+def test_a_block_that_was_copied_ahead_makes_room_for_a_larger_micro_batch() -> None:
+    def larger() -> list[Flight]:
+        return [Flight(1, 8, 1.0, batch("convolutional", 1, 8)), *flights("convolutional")[1:]]
+
+    wanted, alone = repeatedly("convolutional", Carrier(CPU), 1 << 30, larger())
+    steps = flights("convolutional"), flights("convolutional"), larger()
+    carrier = Recorded()
+    found, layers = repeatedly("convolutional", carrier, alone.peak_bytes, *steps)
+    assert_same(found.parts, wanted.parts)
+    assert layers.peak_bytes == alone.peak_bytes
+    assert 0 < carrier.events.count("begin") == carrier.events.count("arrive")
 
 
 def shared_parameter() -> nn.Module:

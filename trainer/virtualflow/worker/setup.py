@@ -143,6 +143,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     # First what forks loader processes, then what opens connections that they should not inherit.
     orders = open_orders(options.sampler, request.dataset, options.seed)
     source = _open_source(request, orders, resources)
+    layers = _open_layers(request)  # before others keep views of parameters, which it may move
     update = _open_update(request, session, resources)
     fusion = _held(resources, _open_fusion(request, source))
     averages = [] if update.shards is None else update.shards.averages
@@ -245,7 +246,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         turns=turns,
         pacing=pacing,
         tracking=tracking,
-        layers=_open_layers(request),
+        layers=layers,
         profiling=profiling,
     )
 
@@ -444,6 +445,8 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
     from virtualflow.memory.activations import Carrier, Chain, LayerMajor
 
     chain = Chain(request.model, memory.blocks)
+    if request.device.type == "cuda":
+        chain.pin()
     return chain, LayerMajor(chain, Carrier(request.device), request.summation, memory.budget)
 
 

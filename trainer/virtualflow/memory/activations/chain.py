@@ -12,23 +12,27 @@ from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations.blocks import Named, find_blocks
+from virtualflow.memory.activations.copies import Copies, open_copies
 from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.memory.activations.module_state import same_bits
 
 # Tensors on their way between the host, where a model lives, and a device that holds only a few of its blocks.
 #
-# A copy is done when the call returns. **This has run on the CPU only**, where it stands in for a device; on one,
-# copies beside the computation would be another :class:`Carrier`.
+# **This has run on the CPU only**, where it stands in for a device.
 
 
 class Carrier:
     """Copies tensors to a device and back, and counts the bytes.
 
     A copy has the strides of its original, gaps included: kernels may come to other bits with other strides.
+
+    Args:
+        copies: how they are made that begin ahead; ``None``: as the device can.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self.device = device
+        self._copies = copies or open_copies(device)
         self.weight_bytes = 0
         """Parameters and buffers that were brought to the device."""
         self.bytes_in = 0
@@ -44,6 +48,27 @@ class Carrier:
             live.add([made])
         self.bytes_in += made.untyped_storage().nbytes()
         return made
+
+    @property
+    def beside(self) -> bool:
+        """Whether copies that begin ahead go on beside the computation."""
+        return self._copies.beside
+
+    def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to bring them; nobody may use the copies before they :meth:`arrive`."""
+        with self._unseen():
+            sources = [_plain(tensor) for tensor in tensors]
+            made = [_blank(source, self.device) for source in sources]
+            for pair in zip(sources, made, strict=True):
+                self._copies.bring(*(_row(tensor).view(torch.uint8) for tensor in pair))
+        for live in self._watchers:
+            live.add(made)
+        self.bytes_in += sum(tensor.untyped_storage().nbytes() for tensor in made)
+        return made
+
+    def arrive(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._copies.arrive(tensor)
 
     def take(self, tensor: Tensor) -> Tensor:
         with self._unseen():
@@ -71,10 +96,18 @@ class Carrier:
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the same strides, in memory of its own."""
-    source = tensor.detach().resolve_conj().resolve_neg()
-    made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+    source = _plain(tensor)
+    made = _blank(source, device)
     _row(made).copy_(_row(source))
     return made
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _blank(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def _row(tensor: Tensor) -> Tensor:
@@ -207,19 +240,40 @@ class Chain:
             else:
                 module._buffers[attribute] = value
 
+    def pin(self) -> None:
+        """Move parameters to page-locked memory, from which copies go on beside the computation."""
+        owners = Counter(parameter.untyped_storage().data_ptr() for parameter in self.parameters)
+        for parameter in self.parameters:
+            if owners[parameter.untyped_storage().data_ptr()] == 1:  # others stay views of what they share
+                parameter.data = parameter.data.pin_memory()
+
+    def tensors(self, index: int) -> list[Tensor]:
+        """Parameters and buffers of a block that is not loaded, each once."""
+        return [*self.links[index].module.parameters(), *self.links[index].module.buffers()]
+
     @contextmanager
-    def load(self, index: int, carrier: Carrier) -> Iterator[Loaded]:
-        link = self.links[index]
+    def load(self, index: int, carrier: Carrier, ahead: Sequence[Tensor] | None = None) -> Iterator[Loaded]:
+        """Put a block on the device.
+
+        Args:
+            ahead: copies of its :meth:`tensors` that were begun before.
+        """
+        link, originals = self.links[index], self.tensors(index)
+        if ahead is None:
+            ahead = [carrier.bring(tensor) for tensor in originals]
+        else:
+            carrier.arrive(ahead)
+        brought = {id(tensor): copy for tensor, copy in zip(originals, ahead, strict=True)}
         with ExitStack() as back:
             for module in link.module.modules():
                 back.callback(_put_tensors, module, _tensors_of(module))
-            parameters, trained = _load_parameters(link, carrier, back)
+            parameters, trained = _load_parameters(link, brought, back)
             buffers: dict[int, _Buffer] = {}
             for prefix, module in link.module.named_modules(prefix=link.name):
                 for attribute, buffer in module._buffers.items():
                     if buffer is not None:
                         if id(buffer) not in buffers:
-                            buffers[id(buffer)] = _Buffer(f"{prefix}.{attribute}", carrier.bring(buffer), [])
+                            buffers[id(buffer)] = _Buffer(f"{prefix}.{attribute}", brought[id(buffer)], [])
                         buffers[id(buffer)].places.append((module, attribute))
                         back.callback(module._buffers.__setitem__, attribute, buffer)
             there: list[Tensor] = [*parameters, *(buffer.value for buffer in buffers.values())]
@@ -243,12 +297,12 @@ def _put_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _load_parameters(
-    link: ChainedBlock, carrier: Carrier, back: ExitStack
+    link: ChainedBlock, brought: dict[int, Tensor], back: ExitStack
 ) -> tuple[list[nn.Parameter], dict[int, nn.Parameter]]:
     made: dict[int, nn.Parameter] = {}
     trained: dict[int, nn.Parameter] = {}
     for place, parameter in zip(link.places, link.module.parameters(), strict=True):
-        made[id(parameter)] = copy = nn.Parameter(carrier.bring(parameter), parameter.requires_grad)
+        made[id(parameter)] = copy = nn.Parameter(brought[id(parameter)], parameter.requires_grad)
         if parameter.requires_grad:
             trained[place] = copy
     for module in link.module.modules():

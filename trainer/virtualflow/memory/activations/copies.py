@@ -86,6 +86,9 @@ class Ring:
 class Copies:
     """Copies that are done at once."""
 
+    beside = False
+    """Whether they go on beside the computation."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ring = Ring(pinned=device.type == "cuda")
@@ -105,7 +108,13 @@ class Copies:
 
     def back(self, copy: HostCopy) -> Tensor:
         """A new storage on the device with these bytes, as uint8; before it is read it must :meth:`arrive`."""
-        return torch.empty_like(copy.buffer, device=self.device).copy_(copy.buffer)
+        there = torch.empty_like(copy.buffer, device=self.device)
+        self.bring(copy.buffer, there)
+        return there
+
+    def bring(self, source: Tensor, there: Tensor) -> None:
+        """Copy ``source``, uint8 ``[n]``, to the device, where ``there`` is made; see :meth:`back`."""
+        there.copy_(source)
 
     def arrive(self, tensor: Tensor) -> None:
         """Let what computes wait until ``tensor`` is there."""
@@ -135,6 +144,8 @@ class Event(Protocol):
 class LaneCopies(Copies, ABC):
     """Copies beside what computes, on two lanes: one out, one back. A copy back begins when nothing is leaving."""
 
+    beside = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._leaving: deque[tuple[Event, Tensor, Callable[[int], object]]] = deque()
@@ -143,9 +154,10 @@ class LaneCopies(Copies, ABC):
 
     def back(self, copy: HostCopy) -> Tensor:
         self.reclaim()
-        there = torch.empty_like(copy.buffer, device=self.device)
-        self._coming[there.untyped_storage()._cdata] = self._copy_in(copy.buffer, there)
-        return there
+        return super().back(copy)
+
+    def bring(self, source: Tensor, there: Tensor) -> None:
+        self._coming[there.untyped_storage()._cdata] = self._copy_in(source, there)
 
     def arrive(self, tensor: Tensor) -> None:
         event = self._coming.pop(tensor.untyped_storage()._cdata, None)

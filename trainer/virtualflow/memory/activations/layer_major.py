@@ -2,10 +2,11 @@
 
 So weights come to the device twice a step, and not twice a virtual node, and it holds one block at a time. Between its
 turns a virtual node is in flight: what enters each block waits on the host, with the states of the random streams, and
-a block is computed again in the backward pass, with gradients. While a block is computed, the sums of those behind it
-may travel between workers (the phased exchange of KARMA, Wahib et al., SC 2020, arXiv 2008.11421). Bits are those of
-the ordinary order: a virtual node finds the streams where its block before left them and the buffers that every one
-finds, and each block's gradients are added up in the order of the job's summation.
+a block is computed again in the backward pass, with gradients. While a block is computed, the weights of the next one
+are copied, if both fit, and the sums of those behind it may travel between workers (the phased exchange of KARMA, Wahib
+et al., SC 2020, arXiv 2008.11421). Bits are those of the ordinary order: a virtual node finds the streams where its
+block before left them and the buffers that every one finds, and each block's gradients are added up in the order of the
+job's summation.
 """
 
 from __future__ import annotations
@@ -93,13 +94,17 @@ class LayerMajor:
     def __init__(self, chain: Chain, carrier: Carrier, summation: Summation, budget: Budget) -> None:
         self.carrier = carrier
         self.peak_bytes = 0
-        """The most that was on the device: a block, what it computes for a virtual node, and sums of gradients."""
+        """The most that was on the device: a block, what it computes for a virtual node, sums, and the next block."""
         self._chain, self._summation, self._budget = chain, summation, budget
-        self._measured: dict[tuple[str, int, int], int] = {}
-        """By pass, block and samples: what it takes on the device, sums of gradients aside."""
+        self._measured: dict[tuple[object, ...], int] = {}
+        """By pass, block, samples and what is trained: what it takes on the device, sums of gradients aside."""
+        self._most: dict[tuple[str, int], int] = {}
+        """By pass and block: the most that it took with these in the last step."""
+        self._ahead: list[Tensor] | None = None
+        """Copies of the next block's tensors, once they have begun."""
         self._waiting = 0
         """Bytes on the host between blocks."""
-        self._told = False
+        self._runs = 0
 
     def run(
         self,
@@ -129,15 +134,18 @@ class LayerMajor:
             self._begin(flight)
             seed(flight)
             flight._streams.append(read_streams(self.carrier.device))
-        for index in range(last):
-            self._forward_all(index, flying, check)
         of_blocks = []
-        for index in reversed(range(last + 1)):
-            of_blocks.append(self._backward_all(index, flights, loss if index == last else None, check))
-            if complete is not None:
-                complete(of_blocks[-1].places, [tensors for _, tensors in of_blocks[-1].parts])
-        if not self._told:
-            self._told = True
+        try:
+            for index in range(last):
+                self._forward_all(index, flying, check)
+            for index in reversed(range(last + 1)):
+                of_blocks.append(self._backward_all(index, flights, loss if index == last else None, check))
+                if complete is not None:
+                    complete(of_blocks[-1].places, [tensors for _, tensors in of_blocks[-1].parts])
+        finally:
+            self._drop_ahead()
+        self._runs += 1
+        if self._runs == (2 if self.carrier.beside else 1):  # nothing is copied ahead in the first one
             logger.warning(
                 "memory: %d blocks run layer by layer, for %d virtual nodes each; the device holds %s at most",
                 last + 1,
@@ -147,7 +155,7 @@ class LayerMajor:
         return _put_together(of_blocks, len(chain.parameters))
 
     def _forward_all(self, index: int, flights: Sequence[Flight], check: Callable[[], object]) -> None:
-        with self._chain.load(index, self.carrier) as block:
+        with self._load("forward", index, index + 1) as block:
             for flight in flights:
                 check()
                 self._forward(index, block, flight)
@@ -155,7 +163,7 @@ class LayerMajor:
     def _backward_all(
         self, index: int, flights: Sequence[Flight], loss: Loss | None, check: Callable[[], object]
     ) -> _OfBlock:
-        with self._chain.load(index, self.carrier) as block:
+        with self._load("backward", index, index - 1) as block:
             sums, given = Accumulator(self._summation), set[int]()
             for flight in flights:
                 check()
@@ -172,6 +180,23 @@ class LayerMajor:
                 (key, [None if t is None else self.carrier.take(t) for t in row]) for key, row in sums.parts
             ]
             return _OfBlock(block.link.places, parts, given)
+
+    @contextmanager
+    def _load(self, kind: str, index: int, following: int) -> Iterator[Loaded]:
+        """Put a block on the device, and begin to copy the ``following`` one if the last step left room for it."""
+        ahead, self._ahead = self._ahead, None
+        with self._chain.load(index, self.carrier, ahead) as block:
+            room = self._budget.device - self._most.pop((kind, index), self._budget.device)
+            if self.carrier.beside and following >= 0:
+                tensors = self._chain.tensors(following)
+                if 0 < sum(tensor.nbytes for tensor in tensors) <= room:
+                    self._ahead = self.carrier.begin(tensors)
+            yield block
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self.carrier.arrive(self._ahead)  # before their memory is somebody else's
+            self._ahead = None
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +310,12 @@ class LayerMajor:
         Raises:
             DoesNotFit: it is too much, with the sums of gradients that are ``at_rest``.
         """
-        key = (kind, index, flight.samples)
+        key = (kind, index, flight.samples, *block.trained)
+        size = sum(tensor.untyped_storage().nbytes() for tensor in self._ahead or ())
+        if self._measured.get(key, self._budget.device) + at_rest + size > self._budget.device:
+            # Whatever it takes, it is not to be more for the next block's sake.
+            self._drop_ahead()
+            size = 0
         if key in self._measured:
             yield
         else:
@@ -295,7 +325,8 @@ class LayerMajor:
                 yield
             self._measured[key] = live.peak
         taken = self._measured[key] + at_rest
-        self.peak_bytes = max(self.peak_bytes, taken)
+        self.peak_bytes = max(self.peak_bytes, taken + size)
+        self._most[kind, index] = max(taken, self._most.get((kind, index), 0))
         if taken > self._budget.device:
             raise DoesNotFit(
                 f"block {block.link.name} takes {format_bytes(taken, up=True)} of the device for a virtual node of "
