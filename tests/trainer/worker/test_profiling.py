@@ -19,6 +19,7 @@ import virtualflow as vf
 from virtualflow.errors import ConfigurationError, Profiled
 from virtualflow.protocol.device_profile import DeviceProfile, encode, read_profile
 from virtualflow.protocol.settings import ENV_PROFILE, ENV_PROFILE_OUT
+from virtualflow.worker import profiling
 from virtualflow.worker.profiling import sizes_to_measure
 
 TRAINER = str(Path(__file__).parents[3] / "trainer")
@@ -118,6 +119,12 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(
     assert not (tmp_path / "script.profile.json").exists()
 
 
+@pytest.fixture
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at anything but the times."""
+    monkeypatch.setattr(profiling, "_SAMPLE", 0.001)
+
+
 class Numbers:
     def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[tuple[torch.Tensor]]:
         for number in range(index + start * count, 50, count):
@@ -149,6 +156,7 @@ def measured(path: Path, script: Callable[[], None]) -> DeviceProfile:
     return read_profile(path)
 
 
+@pytest.mark.usefixtures("short_samples")
 @pytest.mark.parametrize(
     "dataset", [pytest.param(TensorDataset(torch.ones(50, 3)), id="map"), pytest.param(Numbers(), id="stream")]
 )
@@ -162,6 +170,41 @@ def test_short_micro_batches_are_not_measured_and_weights_stay(dataset: Any, tmp
     assert seen == sorted(seen)
 
 
+@pytest.mark.parametrize(("runs", "stands"), [(0.05, 0.05), (0.02, 0.08)], ids=["half a core", "a fifth"])
+def test_a_quota_of_a_processor_counts_though_most_micro_batches_do_not_see_it(
+    runs: float, stands: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that stands still whenever it has used up its part of a tenth of a second, by a clock of its own."""
+
+    class Played:
+        def __init__(self) -> None:
+            self.now = self.used = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+        def compute(self, seconds: float) -> None:
+            stops, self.used = divmod(self.used + seconds, runs)
+            self.now += seconds + stops * stands
+
+    played, needs = Played(), 0.003
+    monkeypatch.setattr(profiling, "time", played)
+
+    def script() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = TensorDataset(torch.ones(8, 3))
+        with vf.elastic(model, optimizer, data, batch_size=8, steps=5, virtual_nodes=2) as run:
+            for step in run:
+                for (x,) in step:
+                    played.compute(needs * len(x) / 4)
+                    model(x).square().mean().backward()
+
+    for size in measured(tmp_path / "p.json", script).sizes:
+        assert size.seconds_per_virtual_node == pytest.approx(needs * (runs + stands) / runs, rel=0.1)
+
+
+@pytest.mark.usefixtures("short_samples")
 def test_memory_that_is_used_up_ends_the_measurement_and_not_the_profile(tmp_path: Path) -> None:
     dataset = TensorDataset(torch.ones(50, 3))
     found = measured(tmp_path / "p.json", lambda: train(dataset, fail_above=8))
@@ -172,6 +215,7 @@ def test_memory_that_is_used_up_ends_the_measurement_and_not_the_profile(tmp_pat
     assert not (tmp_path / "q.json").exists()
 
 
+@pytest.mark.usefixtures("short_samples")
 def test_where_memory_is_used_up_the_blocks_and_the_optimizer_are_known_as_well(tmp_path: Path) -> None:
     def script() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
@@ -203,6 +247,7 @@ class Growing(torch.nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("short_samples")
 def test_blocks_that_differ_between_sizes_are_no_chain(tmp_path: Path) -> None:
     def script() -> None:
         model = Growing()

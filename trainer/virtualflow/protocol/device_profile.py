@@ -118,7 +118,8 @@ class SizeProfile(msgspec.Struct, frozen=True):
     samples: _Count
     """How many micro-batches were timed."""
     seconds: _Positive
-    """The median from fetching a micro-batch to the end of its backward pass, its gradients added up."""
+    """The median from fetching a micro-batch to the end of its backward pass, its gradients added up. Short ones count
+    by the means of several in a row."""
     seconds_low: _Positive
     """The lower quartile."""
     seconds_high: _Positive

@@ -41,12 +41,15 @@ logger = logging.getLogger("virtualflow.worker")
 
 _WARM_UP = 3
 """Micro-batches that do not count: kernels are chosen and memory is taken in them."""
-_SAMPLES = 200
-"""Micro-batches that are timed at the most: the median no longer moves much."""
+_SAMPLE = 0.2
+"""A sample covers at least this long: shorter micro-batches are put together. A container's CPU quota is granted by the
+tenth of a second. Most micro-batches that are shorter never see it used up, and some last as long as the stop."""
+_SAMPLES = 10
+"""Samples at the most: the median no longer moves much."""
 _LEAST = 5
-"""That are timed in any case: with fewer, quartiles mean nothing."""
+"""In any case: with fewer, quartiles mean nothing."""
 _SECONDS = 3.0
-"""When this has passed and the least are timed, a size is done."""
+"""When this has passed and the least are there, a size is done."""
 _LONGEST = 60.0
 """A size that would take longer, by what the last one took, is not begun."""
 _MEMORY = 0.8
@@ -101,11 +104,27 @@ def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, 
 
 
 @dataclass(frozen=True)
-class _Times:
-    """Of one micro-batch, in seconds."""
+class _Sample:
+    """The mean of some micro-batches, in seconds."""
 
     whole: float
     loading: float
+
+
+class _Times:
+    """Of micro-batches that make one sample, in seconds."""
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self.whole = self.loading = 0.0
+
+    def add(self, whole: float, loading: float) -> None:
+        self.micro_batches += 1
+        self.whole += whole
+        self.loading += loading
+
+    def sample(self) -> _Sample:
+        return _Sample(self.whole / self.micro_batches, self.loading / self.micro_batches)
 
 
 class Profiling:
@@ -174,8 +193,9 @@ class Profiling:
                 if reason is not None:
                     stopped = reason
                     break
-                for made, batch in enumerate(self._measure_size(size)):
-                    progress.reach(number + min(1.0, made / self._most_rounds))
+                began = time.perf_counter()
+                for batch in self._measure_size(size):
+                    progress.reach(number + min(1.0, (time.perf_counter() - began) / _SECONDS))
                     yield batch
         self.finish(stopped)
 
@@ -202,42 +222,42 @@ class Profiling:
             f"{self._blank.device}; use more virtual nodes or a smaller batch size"
         ) from error
 
-    @property
-    def _most_rounds(self) -> int:
-        blocks = self._warm_up + _LEAST if self._chain.wanted else 0
-        return _WARM_UP + 1 + _SAMPLES + blocks
-
     # --- one size -----------------------------------------------------------------------------------------------------
 
     def _measure_size(self, size: int) -> Iterator[Any]:
         source = self._open_source(size * self._micro_batch)
         batches = whole_batches(source, size * self._micro_batch)
-        times: list[_Times] = []
+        samples: list[_Sample] = []
+        micro_batches = 0
         began = time.perf_counter()
         try:
             for _ in range(_WARM_UP):
-                yield from self._one(batches, [])
+                yield from self._one(batches, _Times())
             peak: list[int | None] = [None]
             if not self._cannot_count:
                 yield from self._one_counted(batches, peak)
-            while len(times) < _SAMPLES and (len(times) < _LEAST or time.perf_counter() - began < _SECONDS):
-                yield from self._one(batches, times)
+            while len(samples) < _SAMPLES and (len(samples) < _LEAST or time.perf_counter() - began < _SECONDS):
+                times = _Times()
+                while times.whole < _SAMPLE:
+                    yield from self._one(batches, times)
+                samples.append(times.sample())
+                micro_batches += times.micro_batches
             if self._chain.wanted:
                 yield from self._measure_blocks(batches, size * self._micro_batch)
         finally:
             source.close()
             self._sums = []
-        whole = [each.whole for each in times]
+        whole = [each.whole for each in samples]
         low, _, high = statistics.quantiles(whole, n=4, method="inclusive")
         self._measured.append(
             SizeProfile(
                 virtual_nodes=size,
                 micro_batch=size * self._micro_batch,
-                samples=len(times),
+                samples=micro_batches,
                 seconds=statistics.median(whole),
                 seconds_low=low,
                 seconds_high=high,
-                loading_seconds=statistics.median(each.loading for each in times),
+                loading_seconds=statistics.median(each.loading for each in samples),
                 peak_bytes=peak[0],
             )
         )
@@ -245,7 +265,7 @@ class Profiling:
     def _measure_blocks(self, batches: Iterator[MicroBatch], samples: int) -> Iterator[Any]:
         with self._chain.size(samples) as done:
             for _ in range(self._warm_up + _LEAST):
-                yield from self._one(batches, [])
+                yield from self._one(batches, _Times())
                 done()
 
     def _optimizer_bytes(self) -> int:
@@ -271,7 +291,7 @@ class Profiling:
             options=self._options.loader,
         )
 
-    def _one(self, batches: Iterator[MicroBatch], times: list[_Times]) -> Iterator[Any]:
+    def _one(self, batches: Iterator[MicroBatch], times: _Times) -> Iterator[Any]:
         """Let the user's code compute on one micro-batch, add up its gradients, and note how long it took."""
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -291,7 +311,7 @@ class Profiling:
         else:
             self._sums = gradients
         self._wait_for_device()
-        times.append(_Times(time.perf_counter() - began, loaded - began))
+        times.add(time.perf_counter() - began, loaded - began)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
@@ -310,7 +330,7 @@ class Profiling:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
-            yield from self._one(batches, [])
+            yield from self._one(batches, _Times())
             peak[0] = max(0, torch.cuda.max_memory_allocated(self._device) - before)
             return
         # Gradients of the micro-batch before must not be freed while bytes are counted from zero.
@@ -318,7 +338,7 @@ class Profiling:
             parameter.grad = None
         profiler = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
         with profiler:
-            yield from self._one(batches, [])
+            yield from self._one(batches, _Times())
         peak[0] = peak_of_cpu(profiler)
 
     def _reason_to_stop(self, size: int) -> str | None:
