@@ -172,6 +172,14 @@ def test_devices_share_the_virtual_nodes_by_their_plans(capsys: pytest.CaptureFi
     assert [each["device"] for each in found["memory"]] == ["Tesla V100-SXM2-16GB", "Tesla T4"]
 
 
+def test_devices_of_one_name_are_told_apart_by_the_names_of_their_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, slowness in (("whole", 1.0), ("third", 3.0)):
+        Path(f"{name}-core.json").write_bytes(encode(profile("EPYC", slowness, chain=False)))
+    found = answer(capsys, "whole-core.json", "third-core.json", "--devices", "whole,third")
+    whole, third = found["advice"]["everything"]["shares"]
+    assert (whole["virtual_nodes"], third["virtual_nodes"]) == ([6], [2])
+
+
 def test_without_blocks_they_share_by_measured_speed_and_fuse_where_the_job_may(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

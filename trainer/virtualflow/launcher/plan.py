@@ -102,7 +102,8 @@ def plan(arguments: Namespace) -> int:
         ConfigurationError: a profile or a size makes no sense, or nothing fits; the sentence says what would.
     """
     names, program, given = split(arguments.profiles, arguments.module)
-    profiles = [read_profile(Path(name)) for name in names]
+    files = [Path(name) for name in names]
+    profiles = [read_profile(file) for file in files]
     _check_words(arguments)
     if program is not None:
         program.check()
@@ -112,8 +113,8 @@ def plan(arguments: Namespace) -> int:
         # What the script prints is none of the answer.
         measured = measure(program, given, target, virtual_nodes=arguments.virtual_nodes, output=sys.stderr.buffer)
         complain(f"the profile is written to {target}")
-        profiles = [measured, *profiles]
-    answer = answer_for(profiles, arguments)
+        files, profiles = [target, *files], [measured, *profiles]
+    answer = answer_for(profiles, files, arguments)
     if arguments.trace is not None:
         _write_trace(Path(arguments.trace), answer, profiles)
     if arguments.json:
@@ -199,7 +200,7 @@ def _check_words(arguments: Namespace) -> None:
         )
 
 
-def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace) -> PlanAnswer:
+def answer_for(profiles: Sequence[DeviceProfile], files: Sequence[Path], arguments: Namespace) -> PlanAnswer:
     without = [profile for profile in profiles if profile.chain is None]
     if without and arguments.devices is None:
         raise ConfigurationError(
@@ -214,7 +215,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace) -> PlanA
         planned = [_memory(profile, profile.chain, arguments) for profile in profiles if profile.chain]
         return PlanAnswer(tuple(planned), None, ())
     asked = parse_devices(arguments.devices)
-    found = {name: _profile_of(name, profiles) for name in asked}
+    found = {name: _profile_of(name, profiles, files) for name in asked}
     memory: list[DeviceFit] = []
     kinds: list[DeviceType] = []
     left_out: list[str] = []
@@ -247,14 +248,18 @@ def parse_devices(text: str) -> dict[str, int]:
     return devices
 
 
-def _profile_of(name: str, profiles: Sequence[DeviceProfile]) -> DeviceProfile:
+def _profile_of(name: str, profiles: Sequence[DeviceProfile], files: Sequence[Path]) -> DeviceProfile:
+    """That of a device of this name, else that in a file of this name: a processor has one name under any CPU limit."""
     fitting = [profile for profile in profiles if name.lower() in profile.device.lower()]
+    by_file = [profile for profile, file in zip(profiles, files, strict=True) if name.lower() in file.name.lower()]
+    if len(fitting) != 1 and len(by_file) == 1:
+        return by_file[0]
     if len(fitting) != 1:
         known = ", ".join(profile.device for profile in profiles)
         found = "no profile is" if not fitting else f"{counted(len(fitting), 'profile')} are"
         raise ConfigurationError(
             f"--devices: {found} of a device {name} (there are: {known}); measure one with virtualflow profile on such "
-            "a device, and name it by a part of its own name"
+            "a device, and name it by a part of its own name or of its file's"
         )
     return fitting[0]
 

@@ -500,7 +500,9 @@ def _add_plan(parser: Parser) -> None:
         "--redundancy", choices=tuple(REDUNDANCIES.values()), help="of the shares, as virtualflow run has it"
     )
     parser.add_argument(
-        "--devices", metavar="NAME:N,...", help="those that could be had; a name is a part of a profile's device"
+        "--devices",
+        metavar="NAME:N,...",
+        help="those that could be had; a name is a part of a profile's device, or of its file's name",
     )
     parser.add_argument("--json", action="store_true", help="all of it, with the timelines, as JSON")
     parser.add_argument(
