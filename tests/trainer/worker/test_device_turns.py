@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import PATIENCE, ElasticJob, Trained, alone, trained
+from elastic_jobs import PATIENCE, PAUSE, ElasticJob, Trained, alone, trained
 from injected import inject
 from torch.utils.data import TensorDataset
 from turn_servers import turn_server
@@ -54,6 +56,52 @@ def training(name: str, log: str, marker: str | None = None) -> Trained:
                 with open(log, "a") as file:
                     file.write(f"{begin} {time.monotonic()} {name}\n")
         vf.evaluate(model, data, rows, batch_size=16)
+    return trained(run, model, optimizer)
+
+
+class Kept:
+    """An activation that autograd keeps for the backward pass; the log says when it is there and when it is freed."""
+
+    def __init__(self, activation: torch.Tensor, name: str, log: str) -> None:
+        self.activation = activation
+        note(log, f"{name} keeps")
+        weakref.finalize(self, note, log, f"{name} frees")
+
+
+def note(log: str, text: str) -> None:
+    """Add a line at once, behind those of all processes."""
+    with open(log, "a") as file:
+        file.write(text + "\n")
+
+
+def kept(log: Path) -> Counter[str]:
+    """How many activations of each job are in memory; those of two jobs never are at the same time."""
+    count = Counter[str]()
+    for line in log.read_text().splitlines() if log.exists() else ():
+        name, change = line.split()
+        count[name] += 1 if change == "keeps" else -1
+        assert sum(number > 0 for number in count.values()) < 2, count
+    return count
+
+
+def keeping(name: str, log: str, go_on: str | None = None) -> Trained:
+    """Note which activations are in memory; free none until the file ``go_on`` is there, if one is named."""
+    inject(turns={"answer": PATIENCE})
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(48, 3), torch.randint(0, 2, (48,)))
+    noted = torch.autograd.graph.saved_tensors_hooks(lambda tensor: Kept(tensor, name, log), lambda it: it.activation)
+    with vf.elastic(model, optimizer, data, batch_size=16, steps=STEPS, virtual_nodes=4) as run:
+        for step in run:
+            for x, y in step:
+                with noted:
+                    loss = F.cross_entropy(model(x), y)
+                limit = time.monotonic() + PATIENCE
+                while go_on is not None and not Path(go_on).exists():
+                    assert time.monotonic() < limit
+                    time.sleep(PAUSE)
+                loss.backward()
     return trained(run, model, optimizer)
 
 
@@ -101,6 +149,25 @@ def test_jobs_that_share_a_device_compute_one_at_a_time_and_to_the_same_bits(
     assert {turn.job for turn in turns} == {"one", "other"}
     for before, after in pairwise(turns):
         assert before.job == after.job or before.end <= after.begin, "two jobs computed at the same time"
+
+
+@pytest.mark.slow
+def test_a_job_keeps_activations_only_when_another_one_has_freed_its_own(
+    start_job: Callable[..., ElasticJob], tmp_path: Path
+) -> None:
+    log, path, go_on = tmp_path / "log", tmp_path / "turns", tmp_path / "go-on"
+    with turn_server(path) as server:
+        shared = {ENV_TURNS: str(path)}
+        one = start_job(keeping, "one", str(log), str(go_on), workers=2, environment=shared)
+        one.wait_for(lambda status: kept(log)["one"] > 0, "activations of one job")
+        other = start_job(keeping, "other", str(log), workers=2, environment=shared)
+        other.wait_for(lambda status: any(device.waiting for device in server._devices.values()), "a wait")
+        assert kept(log)["one"] > 0
+        assert "other" not in kept(log)
+        go_on.touch()
+        assert len({result.digest for job in (one, other) for result in job.results()}) == 1
+    assert "other keeps" in log.read_text()
+    assert kept(log).total() == 0
 
 
 @pytest.mark.slow
