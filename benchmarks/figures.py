@@ -336,7 +336,18 @@ FIGURES: dict[str, Figure] = {
     **_program("sharded_steps", "Parameters that are divided: steps beside FSDP2", on_demand=True),
     **_program("sharded_changes", "Parameters that are divided: changes"),
     **_program("larger_than_worker", "A model larger than a worker", on_demand=True),
-    **_program("uneven", "Uneven workers", texts.UNEVEN),
+    **_program(
+        "uneven",
+        "Uneven workers",
+        texts.UNEVEN,
+        {
+            "split": plain_text("split"),
+            "step while slow, ms": rounded("step_ms"),
+            "share of the possible": rounded("possible"),
+            "of theory": rounded("theory"),
+            "moves": plain_text("moves"),
+        },
+    ),
     **_program(
         "uneven_devices",
         "Uneven devices, played",
@@ -350,6 +361,22 @@ FIGURES: dict[str, Figure] = {
             "steps/s": rounded("steps_per_second"),
             "moves": plain_text("moves"),
         },
+    ),
+    **_program(
+        "planned_devices",
+        "Unequal devices as planned",
+        texts.PLANNED_DEVICES,
+        {
+            "cores": plain_text("devices"),
+            "split": plain_text("split"),
+            "planned, samples/s": rounded("planned"),
+            "measured": rounded("measured"),
+            "measured / planned": lambda row: f"**{row['ratio']:.2f}**",
+            "best neighbour": plain_text("neighbour"),
+            "over the split, planned": rounded("neighbour_planned"),
+            "measured over it": rounded("neighbour_measured"),
+        },
+        on_demand=True,
     ),
     **_program(
         "heterogeneous",

@@ -70,13 +70,20 @@ A job of 50.4 million parameters with AdamW grows and shrinks. Beyond the transf
 of one more worker on the same cores."""
 
 UNEVEN = """\
-One of two workers is temporarily slowed to a third. *Share*: of the theoretical speed, with virtual nodes split by
-speed or evenly. *Steady*: nobody is slowed, so nothing should move."""
+One of two workers is stopped two thirds of the time for a while (10 ms by 10 ms). *Possible* is the fastest of these
+splits. *Theory* is what both speeds allow without any exchange; the stopped worker exchanges and updates slowly too.
+Medians of two runs."""
 
 UNEVEN_DEVICES = """\
 Workers with devices of unequal speed share 16 virtual nodes. A worker plays its device by a fixed wait for each virtual
 node, so many share two cores; it also computes a small model. *Possible*: the best whole-number split of all, as a job
 that always has it. All weights are equal."""
+
+PLANNED_DEVICES = """\
+Devices are processes with a CPU quota, which is granted anew every 10 ms (containers: 100 ms). `virtualflow profile`
+measures each kind, `virtualflow plan --devices` gives split and step of random mixes, and each mix trains with that
+split and with the *best neighbour*: the best split, by the profiles, that moves one virtual node. A plan knows no
+exchange. Below 1 in the last column, the planned split is faster."""
 
 HETEROGENEOUS = """\
 Published throughputs of ResNet-50 training (sources: `benchmarks/heterogeneous.py`), 64 virtual nodes of 128 images

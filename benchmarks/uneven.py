@@ -1,8 +1,11 @@
 """Uneven workers: two, each on a core of its own; one is slowed to a third for a while by stopping and continuing it.
 
-Side by side, in turn: virtual nodes moved by speed, and the split kept even. In theory, two workers that need a and b
-seconds for a virtual node are through with V of them in V / (1/a + 1/b); a and b are measured in the same stretch of
-the same run. Then the same pair for longer, with nothing done to it: no virtual node should move.
+Side by side, in turn: virtual nodes moved by speed, an even split, and the uneven ones about the best, from the first
+step on. The fastest of all these is what is *possible*: a worker that is stopped most of the time exchanges and updates
+slowly too, which no split changes. In theory, without that, two workers that need a and b seconds for a virtual node
+are through with V of them in V / (1/a + 1/b); a and b are measured in the same stretch of the same run.
+
+Then the same pair for longer, with nothing done to it: no virtual node should move.
 """
 
 from __future__ import annotations
@@ -10,15 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import run_job
+from benchmarks import given_split
+from benchmarks.jobs import LIMIT, ROOT, environment, run_job
 
 VIRTUAL_NODES = 16
+SCRIPT = "benchmarks/uneven_worker.py"
+KEPT = ((4, 12), (5, 11), (3, 13))
+"""Virtual nodes of the slowed worker and of the other one, in splits that stay: the one for a third of the speed, and
+its neighbours."""
 SLOW_AT, FAST_AT, STEPS, STEADY_STEPS = 50, 140, 200, 500
 SETTLED = 20
 """Steps after which the new split should be there."""
@@ -41,14 +51,14 @@ class Run:
     split: str
     slowdown: float
     """How many times as long the slowed worker took for a virtual node."""
-    share: float
-    """Of the throughput that the two speeds allow, from ``SETTLED`` steps after the slowing to its end."""
+    theory: float
+    """The share of the throughput that the two speeds allow, from ``SETTLED`` steps after the slowing to its end."""
     steps_until_moved: int | None
     """From the first slow step to the first with another split."""
     steps_until_back: int | None
     """From the first fast step to the first with an even split again."""
     slow_ms: float
-    """A step while one worker is slow."""
+    """A step in that time."""
     fast_ms: float
     """A step before that."""
     rebalances: int
@@ -66,10 +76,18 @@ def pace(steps: Sequence[Step]) -> float:
     return sum(step.computed for step in steps) / sum(step.carried for step in steps)
 
 
-def train(steps: int, *options: str | int) -> tuple[dict[str, Any], list[list[Step]]]:
+def profile(path: Path) -> None:
+    """Measure a worker, for splits that stay."""
+    command = [sys.executable, "-m", "virtualflow", "profile", "--sizes", "1", "--virtual-nodes", str(VIRTUAL_NODES)]
+    command += ["--out", str(path), SCRIPT, "--times", str(path.parent)]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, timeout=LIMIT)
+
+
+def train(steps: int, *options: str | int, profiles: Path | None = None) -> tuple[dict[str, Any], list[list[Step]]]:
     """Run the pair; its report and its steps."""
     with tempfile.TemporaryDirectory() as directory:
-        script = ["benchmarks/uneven_worker.py", "--steps", steps, "--times", directory]
+        script = [SCRIPT, "--steps", steps, "--times", directory]
+        script += [] if profiles is None else ["--profiles", profiles.as_posix()]
         report, _ = run_job("--workers", 2, "--virtual-nodes", VIRTUAL_NODES, *options, *script)
         return report, read(Path(directory))
 
@@ -79,9 +97,10 @@ def moved(report: dict[str, Any]) -> int:
     return sum(change["cause"] == "rebalance" for change in report["changes"])
 
 
-def slowed(split: str, *options: str | int) -> Run:
+def slowed(split: str, *options: str | int, profiles: Path | None = None) -> Run:
     """One run with a worker that is slow for a while."""
-    report, workers = train(STEPS, "--schedule", f"{SLOW_AT}:slow:3,{FAST_AT}:fast", *options)
+    schedule = f"{SLOW_AT}:slow:3,{FAST_AT}:fast"
+    report, workers = train(STEPS, "--schedule", schedule, *options, profiles=profiles)
     before = [pace([step for step in steps if 20 <= step.number < SLOW_AT]) for steps in workers]
 
     def paces(number: int) -> list[float]:
@@ -112,48 +131,69 @@ def slowed(split: str, *options: str | int) -> Run:
     )
 
 
+def kept(counts: Sequence[int], profile: Path) -> Run:
+    """One such run with a split that stays."""
+    with tempfile.TemporaryDirectory() as directory:
+        given_split.write_profiles(profile, counts, Path(directory))
+        return slowed("/".join(map(str, counts)), profiles=Path(directory))
+
+
 def measure(runs: int) -> dict[str, Any]:
     """All of it; figures of the JSON file."""
     found: list[Run] = []
-    for _ in range(runs):
-        found.append(slowed("by speed"))
-        found.append(slowed("even", "--rebalance-gain", 1))
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "profile.json"
+        profile(path)
+        for _ in range(runs):
+            found.append(slowed("by speed"))
+            found.append(slowed("even", "--rebalance-gain", 1))
+            found += [kept(counts, path) for counts in KEPT]
     report, steady = train(STEADY_STEPS)
+    splits = dict.fromkeys(run.split for run in found)
+    slow_ms = {split: statistics.median(run.slow_ms for run in found if run.split == split) for split in splits}
+    rows = [
+        {
+            "split": split,
+            "step_ms": slow_ms[split],
+            "possible": min(slow_ms.values()) / slow_ms[split],
+            "theory": statistics.median(run.theory for run in found if run.split == split),
+            "moves": ", ".join(str(run.rebalances) for run in found if run.split == split),
+        }
+        for split in splits
+    ]
     return {
         "virtual_nodes": VIRTUAL_NODES,
         "runs": [asdict(run) for run in found],
-        "share": {
-            split: statistics.median(run.share for run in found if run.split == split) for split in ("by speed", "even")
-        },
         "digests_equal": len({run.digest for run in found}) == 1,
         "steady": {
             "steps": STEADY_STEPS,
             "rebalances": moved(report),
             "pace_ratio": pace(steady[0][20:]) / pace(steady[1][20:]),
         },
+        "rows": [*rows, {"split": "by speed, nobody is slowed", "moves": f"{moved(report)} in {STEADY_STEPS} steps"}],
     }
 
 
 def main() -> None:
     """Measure, print a table, and write the figures where ``--json`` says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=2, help="of each split (default 2)")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
     figures = measure(args.runs)
-    print("one of two workers slowed to a third; share of the throughput that the two speeds allow")
-    print("  split      share  slowdown  step before  step slowed  moved after  back after  rebalances")
+    print("one of two workers slowed to a third; of the throughput that the two speeds allow (theory)")
+    print("  split     theory  slowdown  step before  step slowed  moved after  back after  rebalances")
     for run in figures["runs"]:
         after, back = (
             "-" if steps is None else f"{steps} steps" for steps in (run["steps_until_moved"], run["steps_until_back"])
         )
         print(
-            f"  {run['split']:9}  {run['share']:5.2f}  {run['slowdown']:8.2f}  {run['fast_ms']:8.0f} ms  "
+            f"  {run['split']:9}  {run['theory']:5.2f}  {run['slowdown']:8.2f}  {run['fast_ms']:8.0f} ms  "
             f"{run['slow_ms']:8.0f} ms  {after:>11}  {back if run['split'] == 'by speed' else '-':>10}  "
             f"{run['rebalances']:10}"
         )
-    share = figures["share"]
-    print(f"  median: {share['by speed']:.2f} by speed, {share['even']:.2f} even")
+    for row in figures["rows"][:-1]:
+        print(f"  {row['split']:9}  {row['step_ms']:.0f} ms, {row['possible']:.2f} of the possible")
     print(f"  the same weights in all runs: {'yes' if figures['digests_equal'] else 'NO'}")
     steady = figures["steady"]
     print(f"  a steady pair, {steady['steps']} steps: {steady['rebalances']} rebalances", end="")

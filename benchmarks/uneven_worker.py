@@ -1,6 +1,7 @@
 """A worker on a core of its own that notes, for each step, when it was through and how long it computed for what.
 
-With ``--waits`` it plays a device: it waits for each virtual node or each step as long as is said for its number.
+With ``--waits`` it plays a device: it waits for each virtual node or each step as long as is said for its number. With
+``--profiles`` it keeps the split that these ask for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import virtualflow as vf
+from benchmarks import given_split
 
 SAMPLES, FEATURES, CLASSES = 32_768, 256, 10
 
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--waits", type=lambda text: [*map(float, text.split(","))], metavar="S,S,...")
     parser.add_argument("--of", choices=("node", "step"), default="node", help="what each worker waits for")
+    parser.add_argument("--profiles", type=Path, metavar="DIR")
     parser.add_argument("--times", type=Path, required=True, metavar="DIR")
     args = parser.parse_args()
     name = os.environ.get("VIRTUALFLOW_WORKER", "worker-0")
@@ -35,6 +38,8 @@ def main() -> None:
     if args.waits is None:
         os.sched_setaffinity(0, {cores[number % len(cores)]})
     waits = args.waits[number] if args.waits is not None else 0.0
+    if args.profiles is not None:
+        given_split.take(args.profiles, number)
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(CLASSES, (SAMPLES,)))
     width = args.width
