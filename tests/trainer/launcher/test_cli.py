@@ -259,8 +259,10 @@ def test_a_script_that_cannot_be_imported_shows_its_traceback_once(
     script = command_line.script("broken.py", text)
     code, _, err = command_line.run("run", "--workers", "3", "--log-dir", "logs", script)
     assert code == 1
-    assert err.count(last_line) == 1
-    assert err.splitlines()[-1].startswith("virtualflow: the job failed: ")
+    *above, conclusion = err.splitlines()
+    assert above.count(last_line) == 1
+    assert conclusion.startswith("virtualflow: the job failed: worker-")
+    assert f" ended before it could join: {last_line} (" in conclusion
     assert command_line.leftovers() == []
 
 
