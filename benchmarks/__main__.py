@@ -1,8 +1,8 @@
 """``python -m benchmarks [FIGURE ...] [--quick]`` measures and writes the page; ``report`` only writes the page.
 
 What takes long or needs something else (``soak``, ``workloads``, ``larger_than_worker``, ``planned_devices``,
-``replica_groups``, ``sharded_steps``, ``simulator_scale``, ``operator_scale``, ``hostile_tenants``, ``api_faults``) is
-measured only when it is named.
+``packing_limits``, ``replica_groups``, ``sharded_steps``, ``simulator_scale``, ``operator_scale``, ``hostile_tenants``,
+``api_faults``) is measured only when it is named.
 """
 
 from __future__ import annotations

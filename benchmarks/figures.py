@@ -130,6 +130,22 @@ def throughput_columns() -> dict[str, Callable[[Row], str]]:
     }
 
 
+def packed_columns() -> dict[str, Callable[[Row], str]]:
+    """Columns of jobs that share a device, in turns and without."""
+    return {
+        "jobs": lambda row: sized(row["jobs"]),
+        "network, Mbit/s": lambda row: ", ".join(map(str, row["megabits"])),
+        "computing": lambda row: ", ".join(f"{share:.0%}" for share in row.get("computing", ())),
+        "a step alone, ms": lambda row: ", ".join(map(number, row["alone_ms"])),
+        "in turns, ms": lambda row: ", ".join(map(number, row["turns_ms"])),
+        "in turns, throughput": ratio("turns_ratio", "turns_range"),
+        "without turns, ms": lambda row: ", ".join(map(number, row["shared_ms"])),
+        "without turns, throughput": ratio("shared_ratio", "shared_range"),
+        "killed": lambda row: "{turns}, **{shared}**".format(**row["killed"]) if "killed" in row else "",
+        "digests": lambda row: ", ".join(map(str, row["digests"])),
+    }
+
+
 def _program(
     module: str,
     title: str,
@@ -266,18 +282,16 @@ FIGURES: dict[str, Figure] = {
     ),
     "packing": Figure(
         "Two jobs on one core, in turns",
-        packing.measure,
+        partial(packing.measure, packing.CASES, packing.TEXT),
         packing.TEXT,
-        {
-            "jobs": lambda row: sized(row["jobs"]),
-            "network, Mbit/s": lambda row: ", ".join(map(str, row["megabits"])),
-            "a step alone, ms": lambda row: ", ".join(map(number, row["alone_ms"])),
-            "in turns, ms": lambda row: ", ".join(map(number, row["turns_ms"])),
-            "in turns, throughput": ratio("turns_ratio", "turns_range"),
-            "without turns, ms": lambda row: ", ".join(map(number, row["shared_ms"])),
-            "without turns, throughput": ratio("shared_ratio", "shared_range"),
-            "digests": lambda row: ", ".join(map(str, row["digests"])),
-        },
+        packed_columns(),
+    ),
+    "packing_limits": Figure(
+        "Limited memory and no preemption, in turns",
+        partial(packing.measure, packing.LIMITED, packing.LIMITS),
+        packing.LIMITS,
+        packed_columns(),
+        on_demand=True,
     ),
     "packing_simulated": Figure(
         "Packing jobs on devices, simulated",

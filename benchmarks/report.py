@@ -21,8 +21,8 @@ goes. The sides of a figure take turns on one machine, so ratios hold better tha
 
 `make bench` measures the figures that take minutes and writes this page. `python -m benchmarks steps --quick` measures
 one in fewer rounds; `report` only writes the page. `benchmarks/results/` has every sample. Long figures must be named:
-`soak`, `sharded_steps`, `simulator_scale`, `workloads` (extra `peft`), as root `larger_than_worker` and
-`planned_devices`, `replica_groups` (with torchft), and with `kube-apiserver` and `etcd` `operator_scale`,
+`soak`, `sharded_steps`, `simulator_scale`, `workloads` (extra `peft`), as root `larger_than_worker`, `planned_devices`
+and `packing_limits`, `replica_groups` (with torchft), and with `kube-apiserver` and `etcd` `operator_scale`,
 `hostile_tenants`, `api_faults`.
 
 {common}

@@ -64,6 +64,22 @@ def _perceptron(width: int, batch: int) -> Task:
     return Task(f"MLP, {parameters / 1e6:.1f} M parameters", batch, make)
 
 
+class Mean(nn.Module):
+    """Over the tokens of each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(samples, tokens, values)`` to ``(samples, values)``."""
+        return x.mean(1)
+
+
+def _activations() -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any]]:
+    torch.manual_seed(0)
+    inner = (module for _ in range(8) for module in (nn.Linear(FEATURES, FEATURES), nn.GELU()))
+    model = nn.Sequential(*inner, nn.Linear(FEATURES, CLASSES), Mean())
+    data = TensorDataset(torch.randn(64, 512, FEATURES), torch.randint(CLASSES, (64,)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), data
+
+
 TASKS = {
     "digits": Task("digits CNN, 21 k parameters", 128, _digits),
     "mlp": _perceptron(1_400, 256),
@@ -71,6 +87,7 @@ TASKS = {
     "charlm-3m": _transformer("char transformer, 3.3 M parameters", 16, width=256, heads=8, layers=4),
     "transformer": _transformer("char transformer, 25 M parameters", 8, width=512, heads=8, layers=8),
     "wide": _perceptron(2_600, 128),
+    "activations": Task("MLP of tokens, 34 k parameters", 64, _activations),
 }
 
 

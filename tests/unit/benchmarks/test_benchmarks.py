@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import memory_copy, report, results
+from benchmarks import memory_copy, packing, report, results
 from benchmarks.changes import kind_of
 from benchmarks.external import rows_of
 from benchmarks.figures import FIGURES
@@ -137,3 +137,23 @@ def test_what_copies_cost_is_what_a_job_without_them_does_not_have() -> None:
     assert [row[key] for key in told] == pytest.approx([6.0, 10.0, 200.0, 100.0, 180.0, 60.0])
     with pytest.raises(ValueError, match="no copy was made"):
         memory_copy.summarize([{"without": copied(10.0), "with": copied(10.0)}])
+
+
+def ran(seconds: float, steps: int = 16, began: float = 0.0, digest: str = "a") -> packing.Ran:
+    return packing.Ran(digest, tuple(began + seconds * step for step in range(1, steps + 1)), busy=0.5)
+
+
+def test_jobs_that_share_a_device_make_steps_as_long_as_all_are_warm() -> None:
+    alone = [[ran(1.0), ran(2.0)]] * 3
+    shared = [[ran(2.0, steps=64), ran(4.0, began=7.0)]] * 3
+    turns = [[ran(1.0, steps=64), ran(seconds, steps=64, digest="b")] for seconds in (2.0, 4.0, 2.5)]
+    row = packing.summarize([8, 250], alone, {"shared": shared, "turns": turns})
+    assert row["alone_ms"] == [1_000, 2_000]
+    assert (row["shared_ratio"], row["shared_range"]) == (1.0, [1.0, 1.0])
+    assert (row["turns_ratio"], row["turns_range"]) == (pytest.approx(1.8), [1.5, 2.0])
+    assert row["digests"] == [1, 2]
+
+
+def test_a_job_rests_between_the_peaks_of_its_steps() -> None:
+    memory = packing.Memory(used=[(0.5, 900), *((2.0 + n / 10, 700 if n % 2 else 500 + n) for n in range(100))])
+    assert packing.peak_and_rest(ran(1.0), memory) == (900, 528)
