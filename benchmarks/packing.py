@@ -36,11 +36,11 @@ One core runs both jobs: each has two workers, a coordinator and a network names
 alone, while both are warm; median and range of three rounds. One after the other is 1. *Without turns* the kernel
 shares the core. *Digests* counts different digests: 1 is right."""
 LIMITS = """\
-Jobs as above. *Memory for one peak*: the limit of both jobs together (a memory cgroup, no swap) lies midway between one
-job's peak beside the other's rest, and two peaks. *Killed* workers went over it, in turns and without, in all rounds.
-Their jobs go on with the other worker, which has nothing to exchange, so throughput does not tell what a kill costs.
-*No preemption*: a played device runs one kernel at a time to its end, first come, first served. The jobs
-have two cores for all else. No real one was tried."""
+Jobs as above. *Computing* is the share of a core that a job alone uses; one after the other is a throughput of 1.
+*Memory for one peak*: the limit of both jobs together (a memory cgroup, no swap) lies midway between one job's peak
+beside the other's rest, and two peaks. *Killed* workers went over it, in turns and without, in all rounds. Their jobs
+go on with the other worker until a new one has started. *No preemption*: a played device runs one kernel at a time to
+its end, first come, first served. The jobs have two cores for all else. No real one was tried."""
 OWN_LOAD = 6
 """Processes of a measurement that may be ready at a time."""
 BUSY = """
