@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import Finished, check_audit, check_changes, run_job
 
@@ -81,7 +80,7 @@ def test_workers_of_two_processes_are_scaled_drained_and_killed_as_one(
     ]  # fmt: skip
 
 
-async def kill_one_process(client: CoordinatorClient, killed: list[int]) -> None:
+async def kill_one_process(client: CoordinatorClient, killed: list[psutil.Process]) -> None:
     """Kill the second process of the second worker; go on to the end when both workers are to be whole again."""
 
     async def seen(condition: Callable[[Status], bool]) -> Status:
@@ -98,8 +97,8 @@ async def kill_one_process(client: CoordinatorClient, killed: list[int]) -> None
     await client.send(HoldCall(15))
     before = await seen(lambda status: train(status) and status.step >= 10)
     worker = next(worker for worker in before.workers if worker.worker == "worker-1")
-    killed += [process.pid for process in worker.processes]
-    os.kill(killed[1], signal.SIGKILL)
+    killed += [psutil.Process(process.pid) for process in worker.processes]
+    killed[1].kill()
     await client.send(HoldCall(30))
 
     def comes(status: Status) -> bool:
@@ -110,12 +109,20 @@ async def kill_one_process(client: CoordinatorClient, killed: list[int]) -> None
     await seen(comes)
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that has may wait for its parent, or for process 1, to take note of that."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize("script", [pytest.param(WHOLE, id="whole"), slow(DIVIDED, id="divided parameters")])
 def test_a_killed_process_is_the_loss_of_its_worker_and_one_change(
     script: str, undisturbed: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    killed: list[int] = []
+    killed: list[psutil.Process] = []
     trouble: list[BaseException] = []
 
     async def disturb() -> None:
@@ -148,5 +155,6 @@ def test_a_killed_process_is_the_loss_of_its_worker_and_one_change(
     check_changes(finished)
     assert changes_of(finished) == [("lost", 2, 1), ("join", 1, 2)]
     assert finished.errors.count(" s] worker-1 lost: ") == 1
-    assert not [pid for pid in killed if os.path.exists(f"/proc/{pid}")]  # its sibling went with it
+    assert len(killed) == 2
+    assert not any(runs(process) for process in killed)  # its sibling went with it
     assert {name: len(pids) for name, pids in finished.report["pids"].items()} == {"worker-0": 1, "worker-1": 2}
