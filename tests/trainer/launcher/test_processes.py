@@ -73,8 +73,12 @@ def test_the_first_that_ends_badly_ends_the_others_and_is_what_all_end_with(ends
     assert "process 1 of this worker ended" in errors
 
 
-def test_one_that_has_seen_the_end_does_not_end_the_others() -> None:
-    code, lines, errors = ended(f"{SAY}\nif rank == 0:\n    time.sleep(0.5)\n    print('later')")
+def test_one_that_has_seen_the_end_does_not_end_the_others(tmp_path: Path) -> None:
+    other = str(tmp_path / "process-1")  # a link to its number
+    reaped = f"os.path.lexists({other!r}) and not os.path.exists('/proc/' + os.readlink({other!r}))"
+    first = f"while not ({reaped}):\n        time.sleep(0.01)\n    print('later')"
+    second = f"os.symlink(str(os.getpid()), {other!r})"
+    code, lines, errors = ended(f"{SAY}\nif rank == 0:\n    {first}\nelse:\n    {second}")
     assert (code, lines, errors) == (0, ["[0] later"], "")
 
 
