@@ -62,7 +62,8 @@ def _operations(model: nn.Module, blocks: Sequence[nn.Module], example: Any) -> 
             block.register_forward_hook(_adding(counted, number, 1, flops))
         with torch.no_grad(), torch.random.fork_rng(devices=()), torch.device("meta"), flops:
             running(*_moved(arguments), **_moved(options))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    # What copying a user's model, or its forward pass, raises where there are no values or the example is a wrong one.
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise ConfigurationError(
             f"the model does not run with the example of vf.PartialBackward(of=...) on the meta device, where nothing "
             f'has values: {describe(error)}; pass what the model is called with, or of="parameters"'
