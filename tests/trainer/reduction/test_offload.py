@@ -32,6 +32,7 @@ import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.tree import Key
 from virtualflow.reduction import (
     Accumulator,
     FileMemory,
@@ -42,7 +43,6 @@ from virtualflow.reduction import (
     plan_offload,
 )
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.tree import Key
 from virtualflow.state import digests
 from virtualflow.step import OptimizerOptions, Update
 

@@ -19,13 +19,13 @@ from thread_collectives import ALONE, Seat, Table, take_seats, together
 from torch import Tensor
 
 from tiers import examples
+from virtualflow.protocol.tree import subtrees
 from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation, Tensors
 from virtualflow.reduction.buckets import Reach
 from virtualflow.reduction.ownership import Row, share_row
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Shape, choose_ways
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.tree import subtrees
 from virtualflow.transport.interface import Collectives
 
 ALIGNMENT = 64

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
+from virtualflow.protocol.tree import subtrees
 from virtualflow.reduction.accumulation import choose_summation
-from virtualflow.reduction.tree import subtrees
 
 
 @given(virtual_nodes=st.integers(1, 40), workers=st.integers(1, 8))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign, assign_by_cost, assign_by_time, order_members
-from virtualflow.reduction.tree import subtrees, tree_sum
+from virtualflow.protocol.tree import subtrees, tree_sum
 
 SIZES = st.integers(1, 200).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(1, nodes)))
 

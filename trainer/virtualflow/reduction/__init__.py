@@ -2,6 +2,7 @@
 backward pass where that is safe. Bits depend on this package alone, so it knows nothing of membership or models.
 """
 
+from virtualflow.protocol.tree import Key
 from virtualflow.reduction.accumulation import (
     OWN_TYPES,
     Accumulator,
@@ -51,4 +52,3 @@ from virtualflow.reduction.reducer import Exchanger, Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_ways, stages
 from virtualflow.reduction.settings import Exchange
 from virtualflow.reduction.traffic import Passage, summarize
-from virtualflow.reduction.tree import Key

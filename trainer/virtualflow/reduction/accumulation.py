@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.tree import Key, subtrees, tree_sum
 from virtualflow.reduction.offload import Fetch, Offload, choose_offloaded
-from virtualflow.reduction.tree import Key, subtrees, tree_sum
 
 # In which order virtual nodes are added up: chosen once for a job, and known to nothing else.
 #

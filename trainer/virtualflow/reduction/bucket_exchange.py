@@ -17,11 +17,11 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
+from virtualflow.protocol.tree import Key
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.buckets import Bucket, BucketPart, Keys, share_bucket
 from virtualflow.reduction.ownership import Portions
 from virtualflow.reduction.schedule import Way
-from virtualflow.reduction.tree import Key
 from virtualflow.transport import DONE, Collectives, Message, Pending
 
 _LINE = 64

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from virtualflow.protocol.tree import Key
 from virtualflow.reduction.ownership import Portions
-from virtualflow.reduction.tree import Key
 
 Keys = list[list[Key]]
 """For each rank, the tree nodes that it contributes the sums of."""

@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from virtualflow.protocol.tree import Key
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.reduction.tree import Key
 
 logger = logging.getLogger("virtualflow.worker")
 

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from virtualflow.protocol.tree import Key
 from virtualflow.reduction.accumulation import (
     Accumulator,
     Parts,
@@ -48,7 +49,6 @@ from virtualflow.reduction.pipeline import Early, Pipeline
 from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
 from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
 from virtualflow.reduction.traffic import ExchangeLog, Passage, planned_bytes
-from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
 
 _SCHEDULES = 64
