@@ -58,7 +58,7 @@ def profile(directory: Path, *arguments: str, interpreter: bool = False) -> tupl
 
 
 @pytest.mark.slow
-def test_a_script_is_measured_as_it_is_and_trains_nothing(tmp_path: Path) -> None:
+def test_a_script_is_measured_as_it_is_and_gets_behind_no_step(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     code, out, err = profile(tmp_path, "train.py", "32", interpreter=True)
     assert (code, err) == (0, "")
@@ -86,6 +86,10 @@ def test_a_script_is_measured_as_it_is_and_trains_nothing(tmp_path: Path) -> Non
     assert (chain.sum_bytes, chain.optimizer_bytes) == (gradients, 2 * gradients + 6 * 4), "AdamW's moments, and steps"
     assert chain.fixed_bytes == 2 * (4 * 2 * 32 + 8), "batch norm's buffers, and what a block is computed again from"
     assert chain.host_bytes == 0, "a CPU swaps nothing"
+    assert found.gradient_bytes == gradients
+    assert found.step_seconds is not None
+    assert found.step_seconds > 0
+    assert "beside its micro-batches" in out
     assert found.blocks in out
     assert "written to train.profile.json" in out
     assert "a step was made" not in out
@@ -131,7 +135,10 @@ class Numbers:
             yield (torch.full((3,), float(number)),)
 
 
-def train(dataset: Any, seen: list[int] | None = None, fail_above: int = 10**9, virtual_nodes: int = 4) -> None:
+def train(
+    dataset: Any, seen: list[tuple[int, bool]] | None = None, fail_above: int = 10**9, virtual_nodes: int = 4
+) -> None:
+    """Note of each micro-batch how many samples it has, and whether something was trained before."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -144,8 +151,7 @@ def train(dataset: Any, seen: list[int] | None = None, fail_above: int = 10**9, 
                 if len(x) > fail_above:
                     raise MemoryError("as torch would say on a GPU")
                 if seen is not None:
-                    seen.append(len(x))
-                    assert torch.equal(model.weight, before), "something was trained"
+                    seen.append((len(x), not torch.equal(model.weight, before)))
                 model(x).square().mean().backward()
 
 
@@ -160,48 +166,62 @@ def measured(path: Path, script: Callable[[], None]) -> DeviceProfile:
 @pytest.mark.parametrize(
     "dataset", [pytest.param(TensorDataset(torch.ones(50, 3)), id="map"), pytest.param(Numbers(), id="stream")]
 )
-def test_short_micro_batches_are_not_measured_and_weights_stay(dataset: Any, tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_short_micro_batches_are_not_measured_and_whole_steps_come_last(dataset: Any, tmp_path: Path) -> None:
+    seen: list[tuple[int, bool]] = []
     found = measured(tmp_path / "p.json", lambda: train(dataset, seen))
     assert found.chain is None
     assert "no blocks were measured, so that no memory can be planned: the model has no nn.ModuleList" in found.blocks
     assert [size.micro_batch for size in found.sizes] == [4, 8, 16]
-    assert set(seen) == {4, 8, 16}
-    assert seen == sorted(seen)
+    trained = [each for _, each in seen]
+    assert trained == sorted(trained)
+    assert trained[-1]
+    sizes = [size for size, _ in seen[: trained.index(True) - 4]]  # the first whole step has the first weights, too
+    assert set(sizes) == {4, 8, 16}
+    assert sizes == sorted(sizes)
+    assert found.gradient_bytes == 4 * (3 + 1)
+    assert found.step_seconds is not None
+
+
+class Played:
+    """The clock of a process that stands still whenever it has used up its part of a tenth of a second."""
+
+    def __init__(self, runs: float, stands: float) -> None:
+        self.runs, self.stands = runs, stands
+        self.now = self.used = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def compute(self, seconds: float) -> None:
+        stops, self.used = divmod(self.used + seconds, self.runs)
+        self.now += seconds + stops * self.stands
 
 
 @pytest.mark.parametrize(("runs", "stands"), [(0.05, 0.05), (0.02, 0.08)], ids=["half a core", "a fifth"])
 def test_a_quota_of_a_processor_counts_though_most_micro_batches_do_not_see_it(
     runs: float, stands: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that stands still whenever it has used up its part of a tenth of a second, by a clock of its own."""
-
-    class Played:
-        def __init__(self) -> None:
-            self.now = self.used = 0.0
-
-        def perf_counter(self) -> float:
-            return self.now
-
-        def compute(self, seconds: float) -> None:
-            stops, self.used = divmod(self.used + seconds, runs)
-            self.now += seconds + stops * stands
-
-    played, needs = Played(), 0.003
+    played, needs, updates = Played(runs, stands), 0.003, 0.02
     monkeypatch.setattr(profiling, "time", played)
+
+    class Slow(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            played.compute(updates)
+            return super().step(*args, **kwargs)
 
     def script() -> None:
         model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         data = TensorDataset(torch.ones(8, 3))
-        with vf.elastic(model, optimizer, data, batch_size=8, steps=5, virtual_nodes=2) as run:
+        with vf.elastic(model, Slow(model.parameters(), 0.1), data, batch_size=8, steps=99, virtual_nodes=2) as run:
             for step in run:
                 for (x,) in step:
                     played.compute(needs * len(x) / 4)
                     model(x).square().mean().backward()
 
-    for size in measured(tmp_path / "p.json", script).sizes:
-        assert size.seconds_per_virtual_node == pytest.approx(needs * (runs + stands) / runs, rel=0.1)
+    found, slower = measured(tmp_path / "p.json", script), (runs + stands) / runs
+    for size in found.sizes:
+        assert size.seconds_per_virtual_node == pytest.approx(needs * slower, rel=0.1)
+    assert found.step_seconds == pytest.approx(updates * slower, rel=0.1), "once a step, and not once a virtual node"
 
 
 @pytest.mark.usefixtures("short_samples")
@@ -213,6 +233,25 @@ def test_memory_that_is_used_up_ends_the_measurement_and_not_the_profile(tmp_pat
     with pytest.raises(ConfigurationError, match=r"4 samples does not fit into the memory .*; use more virtual nodes"):
         alone(lambda: train(dataset, fail_above=3), environment={ENV_PROFILE_OUT: str(tmp_path / "q.json")})
     assert not (tmp_path / "q.json").exists()
+
+
+@pytest.mark.usefixtures("short_samples")
+def test_memory_that_is_used_up_in_a_whole_step_costs_nothing_but_what_such_steps_take(tmp_path: Path) -> None:
+    def script() -> None:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = model.weight.detach().clone()
+        data = TensorDataset(torch.ones(50, 3))
+        with vf.elastic(model, optimizer, data, batch_size=8, steps=5, virtual_nodes=2) as run:
+            for step in run:
+                for (x,) in step:
+                    if not torch.equal(model.weight, before):
+                        raise MemoryError("as torch would say on a GPU")
+                    model(x).square().mean().backward()
+
+    found = measured(tmp_path / "p.json", script)
+    assert [size.micro_batch for size in found.sizes] == [4, 8]
+    assert (found.stopped, found.step_seconds) == ("all were measured", None)
 
 
 @pytest.mark.usefixtures("short_samples")

@@ -15,7 +15,7 @@ import msgspec
 from virtualflow.atomic_file import read_regular
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, milliseconds
 
 # The part of a device profile that plans of memory are made from: a model as a chain of blocks, and the copy engine.
 #
@@ -158,6 +158,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Why no larger sizes follow, in words."""
     sizes: Annotated[tuple[SizeProfile, ...], msgspec.Meta(min_length=1, max_length=64)]
     """From the smallest to the largest."""
+    step_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """What a step takes beside its micro-batches, the update for one, on a worker that is alone; the mean. ``None``: it
+    was not measured."""
+    gradient_bytes: _Bytes = 0
+    """A sum of all gradients on its way between workers; 0: not measured."""
     chain: ChainProfile | None = None
     """What plans of memory are made from; ``None`` where it was not measured."""
     blocks: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
@@ -272,6 +277,8 @@ def describe(profile: DeviceProfile) -> str:
             f"{1e3 * size.loading_seconds:>13.2f} ms  {1e3 * size.seconds_per_virtual_node:>19.2f}  {peak:>8}"
         )
     lines.append(f"no larger sizes: {profile.stopped}")
+    if profile.step_seconds is not None:
+        lines.append(f"a step takes {milliseconds(1e3 * profile.step_seconds)} beside its micro-batches")
     if profile.blocks:
         lines.append(profile.blocks)
     return "\n".join(lines)

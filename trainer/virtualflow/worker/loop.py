@@ -43,6 +43,7 @@ from virtualflow.worker.step import Step, forget_cached_weights, profiled, read_
 
 if TYPE_CHECKING:
     from virtualflow.worker.layers import LayeredAttempts
+    from virtualflow.worker.profiling import Profiling
 
 _LOOKS, _MORE_LOOKS = 8, 16
 """How often the first micro-batch without a gradient is given again, and how many of the others are, once each."""
@@ -283,7 +284,7 @@ class Loop:
         self._guard.place = "library"
         try:
             if context.profiling is not None:
-                yield from context.profiling.measure()
+                yield from self._profile(context.profiling)
             while training.completed_steps < number and not training.is_over:
                 try:
                     self._wait_while_held()
@@ -313,6 +314,16 @@ class Loop:
             self._activity.mark(BETWEEN, number)
         finally:
             self._guard.place = "between steps"
+
+    def _profile(self, profiling: Profiling) -> Iterator[Any]:
+        """Measure instead of training, and end the script; its code behind the inner loop sees no step."""
+        yield from profiling.measure()
+        training = self.context.training
+        while profiling.wants_step and not training.is_over:
+            attempt = yield from self._attempt(training.completed_steps + 1)
+            with profiling.step():
+                self._commit(attempt, (yield from self._synchronize(attempt)))
+        profiling.finish()
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Measures how long micro-batches of a user's own script take on this device, and how much memory.
 
 ``virtualflow profile`` runs the script as it is, in this mode: its inner loop gets micro-batches of one size after the
-other, the gradients are added up as in a training and thrown away, and nothing is committed. When enough is known the
-profile is written and the script is ended, before the code that follows a training would run on half of one.
+other, whose gradients are added up as in a training and thrown away, and then those of whole steps, which show what a
+step takes beside them. It never gets behind its inner loop: when enough is known the profile is written and the script
+is ended, before its code that follows a step or a training would run on half of one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +52,10 @@ _LEAST = 5
 """In any case: with fewer, quartiles mean nothing."""
 _SECONDS = 3.0
 """When this has passed and the least are there, a size is done."""
+_STEPS = 50
+"""Whole steps at the most, and the least and the seconds as above; the first one does not count."""
 _LONGEST = 60.0
-"""A size that would take longer, by what the last one took, is not begun."""
+"""A size that would take longer, by what the last one took, is not begun, and neither are steps."""
 _MEMORY = 0.8
 """The share of free memory up to which a size is tried: an estimate may be wrong, and others use memory, too."""
 
@@ -158,14 +162,20 @@ class Profiling:
         self._sizes = sizes_to_measure(virtual_nodes, self._micro_batch, samples, environment.profile_sizes)
         self._path = environment.profile_out
         self._measured: list[SizeProfile] = []
+        self._stopped = "all were measured"
         self._sums: list[Tensor] = []
+        self._gradient_bytes = 0
+        self._precision = Precision(options.reduce_dtype)
+        self._steps: list[float] = []
+        """Of each whole step the seconds beside its micro-batches."""
+        self._steps_began = 0.0
         wanted = None if options.memory is None else options.memory.blocks
         with installed():
             from virtualflow.memory.activations import ActivationSettings, ChainMeasurement
         activations = settings.activations or ActivationSettings()
         scratch = options.memory is not None and options.memory.scratch is not None
         self._chain = ChainMeasurement(
-            model, self._device, wanted, activations, scratch=scratch, precision=Precision(options.reduce_dtype)
+            model, self._device, wanted, activations, scratch=scratch, precision=self._precision
         )
         self._warm_up = activations.warm_up
         self._blank = DeviceProfile(
@@ -185,24 +195,53 @@ class Profiling:
         """All of the profile but the sizes and why they end."""
 
     def measure(self) -> Iterator[Any]:
-        """Yield micro-batches to the user's inner loop; ends the script."""
-        stopped = "all were measured"
+        """Yield micro-batches of all sizes to the user's inner loop."""
         with ProgressBar("measuring", len(self._sizes)) as progress:  # each takes about as long, at most
             for number, size in enumerate(self._sizes):
                 reason = self._reason_to_stop(size)
                 if reason is not None:
-                    stopped = reason
+                    self._stopped = reason
                     break
                 began = time.perf_counter()
                 for batch in self._measure_size(size):
                     progress.reach(number + min(1.0, (time.perf_counter() - began) / _SECONDS))
                     yield batch
-        self.finish(stopped)
+        self._steps_began = time.perf_counter()
 
-    def finish(self, stopped: str) -> None:
+    @property
+    def wants_step(self) -> bool:
+        """Whether a whole step is to be made behind all sizes; see :meth:`step`."""
+        seconds = self._blank.virtual_nodes * self._measured[0].seconds_per_virtual_node
+        if not self._steps:
+            return (_LEAST + 1) * seconds <= _LONGEST
+        spent = time.perf_counter() - self._steps_began
+        return len(self._steps) <= _LEAST or (len(self._steps) <= _STEPS and spent < _SECONDS)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step in which the micro-batches are computed; the block does all else that belongs to it."""
+        self._wait_for_device()
+        began = time.perf_counter()
+        yield
+        self._wait_for_device()
+        self._steps.append(time.perf_counter() - began)
+
+    def finish(self, stopped: str = "") -> None:
+        """Write the profile; ends the script.
+
+        Args:
+            stopped: why no larger sizes were measured; empty: as is known.
+        """
         chain = self._chain.finish(self._optimizer_bytes) if self._chain.wanted else None
         profile = msgspec.structs.replace(
-            self._blank, sizes=tuple(self._measured), stopped=stopped, chain=chain, blocks=self._chain.said
+            self._blank,
+            sizes=tuple(self._measured),
+            stopped=stopped or self._stopped,
+            chain=chain,
+            blocks=self._chain.said,
+            gradient_bytes=self._gradient_bytes,
+            # A mean: a container's CPU quota stops few steps, and those for long.
+            step_seconds=statistics.fmean(self._steps[1:]) if len(self._steps) > 1 else None,
         )
         try:
             write_whole(self._path, encode(profile))
@@ -216,7 +255,8 @@ class Profiling:
             return
         if self._measured:
             self._sums = []
-            self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
+            fewer = f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory"
+            self.finish("" if self._steps_began else fewer)
         raise ConfigurationError(
             f"a micro-batch of {counted(self._micro_batch, 'sample')} does not fit into the memory of "
             f"{self._blank.device}; use more virtual nodes or a smaller batch size"
@@ -310,6 +350,7 @@ class Profiling:
             torch._foreach_add_(self._sums, gradients)
         else:
             self._sums = gradients
+            self._gradient_bytes = sum(each.numel() * self._precision.of(each.dtype).itemsize for each in gradients)
         self._wait_for_device()
         times.add(time.perf_counter() - began, loaded - began)
 

@@ -167,7 +167,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         signature["state"] = companions.names
     situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
     samples = None if source.steps_per_epoch is None else len(request.dataset)  # of a stream nobody knows
-    profiling = _open_profiling(request, source, samples, situation)
+    profiling = _open_profiling(request, samples, situation)
     if orders is not None:
         signature["sampler"] = orders.fingerprint
     # It is on the device where nothing is said. In layer-major order it steps where the model is.
@@ -511,10 +511,9 @@ def _open_copies(request: Request, identity: JobIdentity, session: AnySession) -
     return MemoryCopies(place, limit, session.incarnation, identity, tell, settings.memory_copy)
 
 
-def _open_profiling(request: Request, source: Source, samples: int | None, situation: Situation) -> Profiling | None:
+def _open_profiling(request: Request, samples: int | None, situation: Situation) -> Profiling | None:
     if request.environment.profile_out is None:
         return None
-    source.close()
     return Profiling(
         request.model,
         request.optimizer,
