@@ -180,6 +180,23 @@ def test_devices_of_one_name_are_told_apart_by_the_names_of_their_files(capsys: 
     assert (whole["virtual_nodes"], third["virtual_nodes"]) == ([6], [2])
 
 
+def test_the_update_and_the_exchange_are_part_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, slowness in (("v100", 1.0), ("t4", 3.0)):
+        whole = profile(name, slowness, chain=False)
+        whole = msgspec.structs.replace(whole, step_seconds=0.1 * slowness, gradient_bytes=100_000_000)
+        Path(f"{name}-whole.json").write_bytes(encode(whole))
+    words = ["v100-whole.json", "t4-whole.json", "--devices", "V100,T4"]
+    without = answer(capsys, *words)["advice"]["everything"]
+    assert [share["virtual_nodes"] for share in without["shares"]] == [[7], [1]]
+    assert (without["seconds"], without["exchange"]) == (pytest.approx(1.5), 0.0)
+    found = answer(capsys, *words, "--bandwidth", "8Gbit/s")["advice"]["everything"]
+    assert found["exchange"] == pytest.approx(0.2), "of three sums and one, half of each goes, and half of one returns"
+    assert found["seconds"] == pytest.approx(1.7)
+    assert answer(capsys, *words, "--bandwidth", "1GB")["advice"]["everything"] == found
+    assert cli.main(["plan", *words]) == 0
+    assert "--bandwidth" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_without_blocks_they_share_by_measured_speed_and_fuse_where_the_job_may(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -294,6 +311,13 @@ def test_a_device_that_is_too_small_is_left_out_with_its_reason(capsys: pytest.C
         pytest.param(["v100.json", "--devices", "V100:0"], "like V100:2,T4:4", id="none of a type"),
         pytest.param(["v100.json", "--devices", "V100:x"], "like V100:2,T4:4", id="no number"),
         pytest.param(["v100.json", "--devices", "V100,V100"], "like V100:2,T4:4", id="twice"),
+        pytest.param(["v100.json", "--bandwidth", "10Gbit"], "name them by --devices", id="a network of nobody"),
+        pytest.param(
+            ["v100.json", "--devices", "V100", "--bandwidth", "fast"], "write one like 10Gbit or", id="no bandwidth"
+        ),
+        pytest.param(
+            ["v100.json", "--devices", "V100", "--bandwidth", "10Gbit"], "measure it anew", id="no bytes of gradients"
+        ),
         pytest.param(["v100.json", "--devices", "A100:2"], "no profile is of a device A100", id="not measured"),
         pytest.param(
             ["v100.json", "t4.json", "--devices", "Tesla"], "2 profiles are of a device Tesla", id="ambiguous"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import DeviceType, advise, costs, divide
+from virtualflow.memory import DeviceType, Network, advise, costs, divide
 from virtualflow.memory.devices import WORTH
 
 
@@ -127,6 +128,37 @@ def test_devices_that_bring_nothing_are_left_out(
     found = advise(virtual_nodes, kinds)
     assert {share.name: len(share.virtual_nodes) for share in found.best.shares} == counts
     assert sentence in found.reason
+
+
+def test_what_a_step_takes_beside_its_micro_batches_counts_once_on_each_device() -> None:
+    quick, slow = device("quick", 1, 1.0), replace(device("slow", 1, 1.0), beside=4.0)
+    found = divide(8, [quick, slow])
+    assert [share.virtual_nodes for share in found.shares] == [(6,), (2,)]
+    assert found.seconds == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "sums"),
+    [
+        pytest.param([8], 0.0, id="alone nothing travels"),
+        pytest.param([4, 4], 1.0, id="half of a sum out, and half back"),
+        pytest.param([2, 2, 2, 2], 1.5, id="three quarters out, and back"),
+        pytest.param([5, 3], 1.5, id="of a range that is no node of the tree two sums"),
+    ],
+)
+def test_an_exchange_takes_as_long_as_the_bytes_of_the_worker_that_moves_the_most(
+    given: list[int], sums: float
+) -> None:
+    assert Network(1_000, 500).seconds(given) == pytest.approx(2 * sums)
+
+
+def test_a_device_that_brings_less_than_its_exchange_takes_is_left_out() -> None:
+    kinds = [device("one", 2, 1.0)]
+    assert advise(8, kinds).best.devices == 2
+    slow = advise(8, kinds, Network(1_000, 200))
+    assert (slow.best.devices, slow.best.seconds, slow.best.exchange) == (1, 8.0, 0.0)
+    assert slow.everything is not None
+    assert (slow.everything.seconds, slow.everything.exchange) == (9.0, 5.0)
 
 
 def test_of_many_devices_not_every_set_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from virtualflow.memory import (
     Division,
     DoesNotFit,
     Fit,
+    Network,
     Plan,
     ShardedFit,
     Timeline,
@@ -181,6 +182,10 @@ def _check_words(arguments: Namespace) -> None:
             parse_bytes(size)
     if arguments.devices is not None:
         parse_devices(arguments.devices)
+    if arguments.bandwidth is not None:
+        parse_bandwidth(arguments.bandwidth)
+        if arguments.devices is None:
+            raise ConfigurationError("--bandwidth is that between devices; name them by --devices, or leave it out")
     if arguments.trace is not None:
         check_target(Path(arguments.trace), "--trace")
     if arguments.shard is None:
@@ -228,10 +233,33 @@ def answer_for(profiles: Sequence[DeviceProfile], files: Sequence[Path], argumen
             left_out.append(f"{name} takes no part: {error}")
             continue
         memory += planned_memory
-        kinds.append(DeviceType(name, count, seconds))
+        kinds.append(DeviceType(name, count, seconds, found[name].step_seconds or 0.0))
     if not kinds:
         raise ConfigurationError("; ".join(left_out))
-    return PlanAnswer(tuple(memory), advise(virtual_nodes, kinds), tuple(left_out))
+    advice = advise(virtual_nodes, kinds, _network(list(found.values()), arguments.bandwidth))
+    return PlanAnswer(tuple(memory), advice, tuple(left_out))
+
+
+def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Network | None:
+    if bandwidth is None:
+        return None
+    gradients = max(profile.gradient_bytes for profile in profiles)
+    if not gradients:
+        raise ConfigurationError(
+            f"--bandwidth: the profile of {profiles[0].device} is an old one, which says nothing of the gradients' "
+            "bytes; measure it anew with virtualflow profile"
+        )
+    return Network(gradients, parse_bandwidth(bandwidth))
+
+
+def parse_bandwidth(text: str) -> float:
+    """The bytes a second of ``10Gbit`` or ``1.25GB``, with or without ``/s``."""
+    size = text.strip().removesuffix("/s")
+    bits = size.lower().removesuffix("bit")
+    try:
+        return parse_bytes(bits) / (1 if bits == size.lower() else 8)
+    except ConfigurationError:
+        raise ConfigurationError(f"--bandwidth {text}: write one like 10Gbit or 1.25GB, in a second") from None
 
 
 def parse_devices(text: str) -> dict[str, int]:
@@ -531,7 +559,7 @@ def describe_advice(advice: Advice) -> str:
     if advice.everything is not None:
         rows.append(("all of them", advice.everything))
     rows += [("one type alone", each) for each in advice.alone]
-    head = f"{'':<15} {'devices':<28} {'virtual nodes each':<28} {'fused':<10} {'computing time of a step':>24}"
+    head = f"{'':<15} {'devices':<28} {'virtual nodes each':<28} {'fused':<10} {'exchange':>10} {'step':>10}"
     return "\n".join([advice.reason, "", head, *(_division(name, division) for name, division in rows)])
 
 
@@ -539,7 +567,10 @@ def _division(name: str, division: Division) -> str:
     devices = " + ".join(f"{len(share.virtual_nodes)} {share.name}" for share in division.shares)
     nodes = ", ".join(_counts(share.virtual_nodes) for share in division.shares)
     fused = ", ".join(str(share.fused) for share in division.shares)
-    return f"{name:<15} {devices:<28} {nodes:<28} {fused:<10} {milliseconds(1e3 * division.seconds):>24}"
+    exchange, step = milliseconds(1e3 * division.exchange), milliseconds(1e3 * division.seconds)
+    if division.devices > 1 and not division.exchange:
+        exchange = "?"
+    return f"{name:<15} {devices:<28} {nodes:<28} {fused:<10} {exchange:>10} {step:>10}"
 
 
 def _counts(virtual_nodes: Sequence[int]) -> str:

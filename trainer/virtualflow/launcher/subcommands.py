@@ -504,6 +504,11 @@ def _add_plan(parser: Parser) -> None:
         metavar="NAME:N,...",
         help="those that could be had; a name is a part of a profile's device, or of its file's name",
     )
+    parser.add_argument(
+        "--bandwidth",
+        metavar="SPEED",
+        help="between those devices, like 10Gbit: the exchange of gradients counts (default: it takes no time)",
+    )
     parser.add_argument("--json", action="store_true", help="all of it, with the timelines, as JSON")
     parser.add_argument(
         "--trace", metavar="FILE", help="a virtual node of the first device as a Chrome trace, for ui.perfetto.dev"

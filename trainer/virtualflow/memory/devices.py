@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, product
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.tree import subtrees
 from virtualflow.protocol.wording import counted
 
 # Which devices are worth asking for.
@@ -41,12 +42,39 @@ class DeviceType:
     seconds: Mapping[int, float]
     """Of a micro-batch, by how many virtual nodes are fused into it; 1 is among them. Between two of these numbers
     times lie on the line between them, and above the largest nothing is fused."""
+    beside: float = 0.0
+    """Of a step, beside its micro-batches: the update, for one."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigurationError(f"{self.name}: at least one device is needed")
         if 1 not in self.seconds or min(self.seconds) < 1 or min(self.seconds.values()) <= 0:
             raise ConfigurationError(f"{self.name}: the seconds of one virtual node are needed, above 0")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What gradients travel over."""
+
+    gradient_bytes: int
+    """A sum of all gradients."""
+    bytes_per_second: float
+    """That a worker sends, and receives meanwhile."""
+
+    def seconds(self, given: Sequence[int]) -> float:
+        """An exchange by slices, none of it hidden beside the backward pass, without latency.
+
+        A worker sends its slice of each of its sums to every other one, of which there are as many as its range has
+        nodes of the tree; and the total of its own slice to all (``reduction.schedule`` predicts so).
+
+        Args:
+            given: virtual nodes of each worker, in the order of their ranges.
+        """
+        workers, nodes = len(given), sum(given)
+        ranges = pairwise(accumulate(given, initial=0))
+        rows = [len(subtrees(nodes, range(first, end))) for first, end in ranges]
+        out = max(max(own * (workers - 1), sum(rows) - own) for own in rows)
+        return (out + workers - 1) / workers * self.gradient_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -59,7 +87,7 @@ class Share:
     fused: int
     """How many virtual nodes a device fuses at most; 1: none."""
     seconds: float
-    """The computing of the slowest of them in a step."""
+    """The slowest of them in a step, without the exchange."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +96,9 @@ class Division:
 
     shares: tuple[Share, ...]
     seconds: float
-    """The computing of the slowest device in a step."""
+    """A step: the slowest device's, and the exchange if the network is known."""
+    exchange: float = 0.0
+    """The exchange's part of it."""
 
     @property
     def devices(self) -> int:
@@ -89,7 +119,7 @@ class Advice:
 
 
 def costs(device: DeviceType, virtual_nodes: int) -> list[float]:
-    """The seconds that such a device takes for no virtual node, for one, and so on; never falling.
+    """The seconds of a step of such a device with no virtual node, with one, and so on; never falling.
 
     Virtual nodes are cut into as few micro-batches as the width that is fused admits, of equal lengths as far as can
     be: so does a worker (``virtualflow.data.chunks``). The width is the fastest one for each number.
@@ -102,8 +132,8 @@ def costs(device: DeviceType, virtual_nodes: int) -> list[float]:
         return longer * (single[share + 1] if longer else 0.0) + (micro_batches - longer) * single[share]
 
     widths = sorted({min(width, virtual_nodes) for width in device.seconds})
-    table = [0.0] + [min(cost(number, width) for width in widths) for number in range(1, virtual_nodes + 1)]
-    return list(accumulate(table, max))
+    table = [min(cost(number, width) for width in widths) for number in range(1, virtual_nodes + 1)]
+    return [0.0, *(device.beside + each for each in accumulate(table, max))]
 
 
 def divide(virtual_nodes: int, devices: Sequence[DeviceType]) -> Division:
@@ -118,11 +148,14 @@ def divide(virtual_nodes: int, devices: Sequence[DeviceType]) -> Division:
     return _divide(virtual_nodes, [(device, costs(device, virtual_nodes)) for device in devices])
 
 
-def advise(virtual_nodes: int, devices: Sequence[DeviceType]) -> Advice:
+def advise(virtual_nodes: int, devices: Sequence[DeviceType], network: Network | None = None) -> Advice:
     """Which of these devices shorten the step, with the division over them.
 
-    Of all sets the fastest counts, and of those as fast, but for ``WORTH``, that of the fewest
-    devices. The exchange between them is not looked at.
+    Of all sets the fastest counts, and of those as fast, but for ``WORTH``, that of the fewest devices.
+
+    Args:
+        network: between the devices, so that the exchange counts among the sets; how one of them divides the virtual
+            nodes depends on computing alone. ``None``: the exchange takes no time.
     """
     if not devices:
         raise ConfigurationError("name at least one type of device")
@@ -130,13 +163,17 @@ def advise(virtual_nodes: int, devices: Sequence[DeviceType]) -> Advice:
 
     def division(counts: Sequence[int]) -> Division | None:
         used = [
-            (DeviceType(device.name, count, device.seconds), table)
+            (replace(device, count=count), table)
             for device, table, count in zip(devices, tables, counts, strict=True)
             if count
         ]
         if not used or sum(counts) > virtual_nodes:
             return None
-        return _divide(virtual_nodes, used)
+        divided = _divide(virtual_nodes, used)
+        if network is None:
+            return divided
+        took = network.seconds([each for share in divided.shares for each in share.virtual_nodes])
+        return replace(divided, seconds=divided.seconds + took, exchange=took)
 
     found = [each for counts in _sets(devices, COMBINATIONS) if (each := division(counts)) is not None]
     fastest = min(each.seconds for each in found)
@@ -148,7 +185,10 @@ def advise(virtual_nodes: int, devices: Sequence[DeviceType]) -> Advice:
     ]
     singles = tuple(each for each in alone if each is not None)
     everything = division([device.count for device in devices])
-    return Advice(best, everything, singles, _explain(best, singles, devices))
+    reason = _explain(best, singles, devices)
+    if network is None and len(found) > 1:
+        reason += "; the exchange between devices is not counted (--bandwidth)"
+    return Advice(best, everything, singles, reason)
 
 
 def _widths(seconds: Mapping[int, float], most: int) -> list[float]:
@@ -207,7 +247,7 @@ def _fused(device: DeviceType, table: list[float], given: Sequence[int]) -> int:
     number = max(given)
     for width in sorted(device.seconds):
         narrow = {known: seconds for known, seconds in device.seconds.items() if known <= width}
-        if costs(DeviceType(device.name, 1, narrow), number)[number] <= table[number]:
+        if costs(replace(device, seconds=narrow), number)[number] <= table[number]:
             return min(width, number)
     return 1
 
@@ -236,4 +276,4 @@ def _explain(best: Division, alone: Sequence[Division], devices: Sequence[Device
     ]
     gain = f", {fastest.seconds / best.seconds:.2f} times the speed of {fastest.shares[0].name} alone"
     left = f"; {' and '.join(spare)} would not shorten the step" if spare else ""
-    return f"ask for {asked}: a step computes for {best.seconds:.3g} s{gain if len(best.shares) > 1 else ''}{left}"
+    return f"ask for {asked}: a step takes {best.seconds:.3g} s{gain if len(best.shares) > 1 else ''}{left}"
