@@ -1,18 +1,18 @@
 """What ``virtualflow plan --devices`` says of groups of unequal devices, beside the same groups as they train.
 
 Kinds of device are processes with a CPU quota of a core (a cgroup each, so root is needed). ``virtualflow profile``
-measures each kind. For random mixes, the plan gives the split and the time of a step. Each mix then trains with that
-split, and with its best neighbours: those that one virtual node more on one worker and one less on another make, and
-of which the profiles expect most.
+measures the kinds of a random mix together, just before it trains. The plan gives the split and the time of a step. The
+mix then trains with that split, and with its best neighbour: of those that one virtual node more on one worker and one
+less on another make, the one of which the profiles expect most.
 
-A quota is granted anew each ``PERIOD``; the kernel looks every 4 ms whether it is used up. So a device runs for some 4
-ms and then stands still until what it had too much is made up for. The 100 ms of a container's quota would make that
-25 times as coarse, and a step of a few hundred milliseconds a matter of luck.
+A quota is granted anew each ``PERIOD``. A worker that has used it up when a message comes answers in the next one, so
+an exchange takes some periods, which no plan knows. The 100 ms of a container's quota would make that 20 times as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -28,7 +28,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 
 from benchmarks import given_split
-from benchmarks.jobs import LIMIT, ROOT, environment, run_job
+from benchmarks.jobs import LIMIT, ROOT, environment, run_job, running
 from virtualflow.protocol.device_profile import read_profile
 
 KINDS = (0.8, 0.5, 0.3, 0.2)
@@ -37,13 +37,13 @@ LEAST, MOST = 0.9, 1.6
 """Cores of all devices of a mix: of two cores, something is left to the coordinator."""
 WORKERS = (2, 3, 4, 5)
 MIXES, SEED = 20, 1
-VIRTUAL_NODES, SAMPLES = 16, 64
+VIRTUAL_NODES, SAMPLES = 16, 128
 """And samples of each."""
-STEPS, SKIPPED = 24, 4
+STEPS, SKIPPED = 15, 3
 """Steps that are measured, and those before them, in which workers get their quotas."""
 GROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD = 10_000
-"""Microseconds."""
+PERIOD = 5_000
+"""Microseconds; the kernel grants at least 1,000 of them."""
 
 
 @dataclass(frozen=True)
@@ -78,51 +78,76 @@ def train(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    name = os.environ.get("VIRTUALFLOW_WORKER", "device-0")
-    number = int(name.rsplit("-", 1)[-1])
-    group = args.groups / f"{name}-{os.getpid()}"
-    group.mkdir()
+    number = args.number
+    if number is None:
+        number = int(os.environ["VIRTUALFLOW_WORKER"].rsplit("-", 1)[-1])
+    group = args.groups / str(number)
+    group.mkdir(exist_ok=True)
     (group / "cpu.cfs_period_us").write_text(str(PERIOD))
     (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD * args.quotas[number])))
 
-    def enter() -> None:
+    def enter(group: Path) -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
         nn.Flatten(), nn.Linear(8 * 7 * 7, 10),
     )  # fmt: skip
-    data = torch.utils.data.TensorDataset(torch.randn(2_048, 1, 28, 28), torch.randint(10, (2_048,)))
+    samples = 2 * VIRTUAL_NODES * SAMPLES  # of which no step is shorter
+    data = torch.utils.data.TensorDataset(torch.randn(samples, 1, 28, 28), torch.randint(10, (samples,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if args.profiles is None:
-        enter()
-    else:
+    if args.profiles is not None:
         given_split.take(args.profiles, number)
     ends: list[float] = []
     batch = VIRTUAL_NODES * SAMPLES
-    with vf.elastic(
-        model, optimizer, data, batch_size=batch, virtual_nodes=VIRTUAL_NODES, steps=SKIPPED + STEPS
-    ) as run:
-        for step in run:
-            if args.profiles is not None and step.number == 1:
-                enter()  # all that comes before a training takes no part of it
-            carried = 0
-            for x, y in step:
-                F.cross_entropy(model(x), y).backward()
-                carried += 1
-            ends.append(time.monotonic())
-    (args.times / f"{number}.json").write_text(json.dumps({"carried": carried, "ends": ends}))
+    try:
+        with vf.elastic(
+            model, optimizer, data, batch_size=batch, virtual_nodes=VIRTUAL_NODES, steps=SKIPPED + STEPS
+        ) as run:
+            for step in run:
+                if step.number == 1:  # all that comes before takes no part of it
+                    enter(group)
+                    meet([args.groups / str(each) for each in range(len(args.quotas))])
+                carried = 0
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                    carried += 1
+                ends.append(time.monotonic())
+            (args.times / f"{number}.json").write_text(json.dumps({"carried": carried, "ends": ends}))
+    finally:
+        enter(GROUPS)
 
 
-def profile(groups: Path, quota: float, path: Path) -> None:
-    """Measure a kind of device."""
-    command = [sys.executable, "-m", "virtualflow", "profile", "--sizes", "1", "--out", str(path)]
-    command += ["-m", "benchmarks.planned_devices", "--groups", str(groups), "--quotas", str(quota)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT
-    )
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+def meet(groups: Sequence[Path]) -> None:
+    """Wait until a process is in each: one that still imports modules takes more than its part."""
+    limit = time.monotonic() + LIMIT
+    while not all(group.is_dir() and (group / "cgroup.procs").read_text() for group in groups):
+        if time.monotonic() > limit:
+            sys.exit("another device did not start")
+        time.sleep(0.01)
+
+
+def profile(groups: Path, devices: Sequence[float], profiles: Path) -> None:
+    """Measure the kinds of a mix, with as many processes as it has devices: cores are as busy as in the training.
+
+    A core that stands still in between is slower when it goes on: alone, a tenth of a core took 8 ms of CPU time for
+    what took it 5.5 ms in a mix.
+    """
+    with contextlib.ExitStack() as stack:
+        measuring = []
+        for number, kind in enumerate(devices):
+            alike = devices.index(kind) != number
+            path = profiles / (f"{number}.json" if alike else file_of(kind))
+            command = [sys.executable, "-m", "virtualflow", "profile", "--sizes", "1", "--out", str(path)]
+            command += ["-m", "benchmarks.planned_devices", "--groups", str(groups), "--number", str(number)]
+            command += ["--quotas", ",".join(map(str, devices))]
+            log = stack.enter_context(path.with_suffix(".log").open("w+"))
+            measuring.append((subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log), log))
+        with running(*(process for process, _ in measuring)):
+            for process, log in measuring:
+                if process.wait(LIMIT):
+                    log.seek(0)
+                    sys.exit(f"a device was not measured:\n{log.read()}")
 
 
 def plan(devices: Sequence[float], profiles: Path) -> tuple[list[int], float]:
@@ -130,7 +155,7 @@ def plan(devices: Sequence[float], profiles: Path) -> tuple[list[int], float]:
     counts = Counter(devices)
     asked = ",".join(f"{file_of(kind)}:{counts[kind]}" for kind in sorted(counts, reverse=True))
     command = [sys.executable, "-m", "virtualflow", "plan", "--json", "--devices", asked]
-    command += [str(profiles / file_of(kind)) for kind in KINDS]
+    command += [str(profiles / file_of(kind)) for kind in counts]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True, timeout=LIMIT
     )
@@ -153,12 +178,15 @@ def mixes(number: int) -> Iterator[tuple[float, ...]]:
             yield mix
 
 
-def neighbours(counts: Sequence[int], seconds: Sequence[float]) -> list[tuple[list[int], float]]:
+def neighbours(
+    counts: Sequence[int], seconds: Sequence[float], beside: Sequence[float]
+) -> list[tuple[list[int], float]]:
     """All splits that one virtual node elsewhere makes, with the seconds of a step, the shortest first.
 
     Args:
         counts: virtual nodes of each worker.
         seconds: of a virtual node, for each worker.
+        beside: what a step takes beside them.
     """
     found = []
     for giver, taker in permutations(range(len(counts)), 2):
@@ -166,7 +194,8 @@ def neighbours(counts: Sequence[int], seconds: Sequence[float]) -> list[tuple[li
         if counts[giver] == 1 or (seconds[giver] == seconds[taker] and counts[giver] == counts[taker] + 1):
             continue
         other = [count - (each == giver) + (each == taker) for each, count in enumerate(counts)]
-        found.append((other, max(count * one for count, one in zip(other, seconds, strict=True))))
+        steps = (once + count * one for once, count, one in zip(beside, other, seconds, strict=True))
+        found.append((other, max(steps)))
     return sorted(found, key=lambda each: each[1])
 
 
@@ -188,9 +217,11 @@ def run(groups: Path, devices: Sequence[float], counts: Sequence[int], profiles:
 
 def compare(groups: Path, devices: Sequence[float], profiles: Path) -> Row:
     """Measure one mix."""
+    profile(groups, devices, profiles)
     counts, seconds = plan(devices, profiles)
-    each = [read_profile(profiles / file_of(kind)).sizes[0].seconds for kind in devices]
-    other, expected = neighbours(counts, each)[0]
+    known = [read_profile(profiles / file_of(kind)) for kind in devices]
+    each, beside = [one.sizes[0].seconds for one in known], [one.step_seconds or 0.0 for one in known]
+    other, expected = neighbours(counts, each, beside)[0]
     measured, neighbour = (run(groups, devices, one, profiles) for one in (counts, other))
     return Row(
         ", ".join(f"{kind:g}" for kind in devices),
@@ -206,10 +237,6 @@ def compare(groups: Path, devices: Sequence[float], profiles: Path) -> Row:
 
 def measure(groups: Path, profiles: Path, number: int) -> list[Row]:
     """All mixes."""
-    for kind in KINDS:
-        profile(groups, kind, profiles / file_of(kind))
-        seconds = read_profile(profiles / file_of(kind)).sizes[0].seconds
-        print(f"{kind:g} of a core: {1e3 * seconds:.1f} ms for a virtual node", flush=True)
     print(f"{'cores':24}  {'split':10}  planned  measured  ratio  {'neighbour':10}  planned  measured")
     rows = []
     for devices in mixes(number):
@@ -229,6 +256,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--groups", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--quotas", type=lambda text: [*map(float, text.split(","))], help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--profiles", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -15,4 +15,5 @@ def test_mixes_are_the_same_each_time_and_fit_into_the_machine() -> None:
 
 def test_a_neighbour_has_one_virtual_node_elsewhere_and_the_best_comes_first() -> None:
     """Nobody is left without any, and of two workers that are alike, 3 and 4 is the same as 4 and 3."""
-    assert neighbours([4, 3, 1], [1.0, 1.0, 3.0]) == [([5, 2, 1], 5.0), ([3, 3, 2], 6.0), ([4, 2, 2], 6.0)]
+    found = neighbours([4, 3, 1], [1.0, 1.0, 3.0], [0.5, 0.0, 0.5])
+    assert found == [([5, 2, 1], 5.5), ([3, 3, 2], 6.5), ([4, 2, 2], 6.5)]
