@@ -14,8 +14,9 @@ import pytest
 
 import terminals
 from tiers import needs
+from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli, plan
-from virtualflow.launcher.plan import split
+from virtualflow.launcher.plan import parse_bandwidth, split
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.memory import parse_bytes
 from virtualflow.protocol.device_profile import (
@@ -197,6 +198,28 @@ def test_the_update_and_the_exchange_are_part_of_the_step(capsys: pytest.Capture
     assert "--bandwidth" in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"),
+    [
+        ("10Gbit", 1.25e9),
+        ("10Gbit/s", 1.25e9),
+        ("10Gbps", 1.25e9),
+        ("10 Gb/s", 1.25e9),
+        ("1.25GB/s", 1.25e9),
+        ("100Mbit", 12.5e6),
+        ("800kbps", 1e5),
+    ],
+)
+def test_a_bandwidth_is_in_bits_or_in_bytes(text: str, bytes_per_second: float) -> None:
+    assert parse_bandwidth(text) == bytes_per_second
+
+
+@pytest.mark.parametrize("text", ["10", "10G", "fast", "0bit", "1.2.3Gbit", "10GiB", "-1Gbit", ""])
+def test_what_is_no_bandwidth_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"--bandwidth {text}: write one like 10Gbit/s")):
+        parse_bandwidth(text)
+
+
 def test_without_blocks_they_share_by_measured_speed_and_fuse_where_the_job_may(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -313,7 +336,7 @@ def test_a_device_that_is_too_small_is_left_out_with_its_reason(capsys: pytest.C
         pytest.param(["v100.json", "--devices", "V100,V100"], "like V100:2,T4:4", id="twice"),
         pytest.param(["v100.json", "--bandwidth", "10Gbit"], "name them by --devices", id="a network of nobody"),
         pytest.param(
-            ["v100.json", "--devices", "V100", "--bandwidth", "fast"], "write one like 10Gbit or", id="no bandwidth"
+            ["v100.json", "--devices", "V100", "--bandwidth", "fast"], "write one like 10Gbit/s or", id="no bandwidth"
         ),
         pytest.param(
             ["v100.json", "--devices", "V100", "--bandwidth", "10Gbit"], "measure it anew", id="no bytes of gradients"

@@ -6,6 +6,7 @@ A script is profiled first, as ``virtualflow profile`` does it.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from argparse import Namespace
@@ -253,13 +254,14 @@ def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Networ
 
 
 def parse_bandwidth(text: str) -> float:
-    """The bytes a second of ``10Gbit`` or ``1.25GB``, with or without ``/s``."""
-    size = text.strip().removesuffix("/s")
-    bits = size.lower().removesuffix("bit")
-    try:
-        return parse_bytes(bits) / (1 if bits == size.lower() else 8)
-    except ConfigurationError:
-        raise ConfigurationError(f"--bandwidth {text}: write one like 10Gbit or 1.25GB, in a second") from None
+    """The bytes a second of ``10Gbit``, ``10Gbps``, ``10Gb/s`` or ``1.25GB/s``: a small b is a bit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(bit|b|B)(?:/s|ps)?", text.strip())
+    speed = 0.0
+    if found is not None:
+        speed = float(found[1]) * 1_000 ** " kMGT".index(found[2] or " ") / (1 if found[3] == "B" else 8)
+    if not speed:
+        raise ConfigurationError(f"--bandwidth {text}: write one like 10Gbit/s or 1.25GB/s")
+    return speed
 
 
 def parse_devices(text: str) -> dict[str, int]:
