@@ -15,6 +15,7 @@ from virtualflow.reduction.reducer import agree_on_network
 from virtualflow.reduction.schedule import Choice, Shape, Terms, Way, choose_ways, combine, predict, stages
 from virtualflow.reduction.settings import (
     ALGORITHMS,
+    BACKENDS,
     MAX_BUCKET,
     NETWORK_SIZE,
     Exchange,
@@ -228,6 +229,7 @@ def test_an_expert_gets_the_way_that_is_asked_for(way: Way) -> None:
         st.sampled_from(ALGORITHMS),
         st.none() | st.integers(1, MAX_BUCKET),
         st.sampled_from([None, True, False]),
+        st.sampled_from(BACKENDS),
     )
 )
 def test_a_wish_goes_over_the_wire_as_a_number(exchange: Exchange) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from virtualflow.reduction import (
 from virtualflow.reduction.buckets import Bucket
 from virtualflow.reduction.ownership import Portion, Portions
 from virtualflow.reduction.schedule import Way
-from virtualflow.reduction.settings import Exchange, ReductionSettings
+from virtualflow.reduction.settings import Algorithm, Exchange, ReductionSettings
 from virtualflow.reduction.traffic import ExchangeLog, planned_bytes
 from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Reduced, Update
 from virtualflow.transport.channel import HEAD
@@ -211,6 +212,19 @@ def test_what_is_counted_is_what_is_planned_and_what_the_sockets_carry(
     if backward is not None and backward.full_every and workers > 1:
         part, whole = (sum(one.sent for one in found[0].steps[step][1]) for step in (0, 1))
         assert part < whole, "what no backward pass has reached does not travel"
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "reduce-scatter"])
+def test_what_goes_over_gloo_is_counted_alike(algorithm: Algorithm) -> None:
+    exchange = Exchange(algorithm, overlap=True)
+    own, gloo = (members_of(3, partial(train, exchange=one)) for one in (exchange, replace(exchange, backend="gloo")))
+    port = 2 * 8  # of the first member's store, told to both others
+    for one, other in zip(own, gloo, strict=True):
+        passed = [(each.sent, each.received) for _, passages in other.steps for each in passages]
+        assert passed == [(each.sent, each.received) for _, passages in one.steps for each in passages]
+        assert other.traffic == (one.traffic[0] + port, one.traffic[1] + port)
+        sent, received = map(sum, zip(*passed, strict=True))
+        assert other.carried == (other.traffic[0] - sent, other.traffic[1] - received), "by the own connections"
 
 
 def test_an_attempt_that_was_spoiled_leaves_nothing_in_what_is_told_of_the_next() -> None:

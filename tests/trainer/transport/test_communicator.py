@@ -15,9 +15,9 @@ from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.reduction.accumulation import CanonicalSummation
-from virtualflow.reduction.reducer import Exchanger, Reducer
+from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.transport import communicator
+from virtualflow.transport import Exchanger, communicator
 from virtualflow.transport.channel import checksum
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message

@@ -48,7 +48,7 @@ from virtualflow.reduction.ownership import (
     union,
 )
 from virtualflow.reduction.pipeline import Early
-from virtualflow.reduction.reducer import Exchanger, Reducer, Scheduled
+from virtualflow.reduction.reducer import Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_ways, stages
 from virtualflow.reduction.settings import Exchange
 from virtualflow.reduction.traffic import Passage, summarize

@@ -13,12 +13,10 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -49,36 +47,10 @@ from virtualflow.reduction.pipeline import Early, Pipeline
 from virtualflow.reduction.schedule import Choice, Choose, Shape, Terms, choose_ways, combine
 from virtualflow.reduction.settings import NETWORK_SIZE, Exchange, Network, ProbeSettings, ReductionSettings
 from virtualflow.reduction.traffic import ExchangeLog, Passage, planned_bytes
-from virtualflow.transport import Collectives
+from virtualflow.transport import Collectives, Exchanger, GroupCollectives
 
 _SCHEDULES = 64
 """Remembered, those used last: a script may leave out other parameters in every step."""
-
-
-class Exchanger:
-    """The thread that carries exchanges out, one thing after the other, beside the one that trains.
-
-    It is no thread of a pool, for which Python would wait at the end of the process, whatever it waits for itself.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="virtualflow-exchange", daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Do this next; the task must not raise."""
-        self._tasks.put(task)
-
-    def close(self, patience: float) -> None:
-        """End when all that was submitted is done, which is waited for as long as ``patience`` says."""
-        self._tasks.put(None)
-        self._thread.join(patience)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task  # nor what it refers to, while nothing is to be done
 
 
 @dataclass(frozen=True)
@@ -117,6 +89,8 @@ class Reducer:
         self.wish = settings.exchange
         self.wish_number = self.wish.to_number()
         self.terms = Terms(settings.exchange, settings.network)
+        self._groups: GroupCollectives | None = None
+        """By which messages travel; ``None``: by the communicator of the generation."""
         self._buffers = Buffers()
         self._shared: Portions | None = None
         self._exchanger: Exchanger | None = None
@@ -140,6 +114,12 @@ class Reducer:
 
     def close(self) -> None:
         self._leave_thread(self._settings.close_wait)
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
 
     def _leave_thread(self, patience: float) -> None:
         if self._exchanger is not None:
@@ -162,13 +142,17 @@ class Reducer:
         templates: Sequence[Tensor],
         *,
         spare: bool,
+        groups: GroupCollectives | None = None,
     ) -> None:
         """A generation begins: settle what all schedules of it follow from, with all its members alike.
 
         Args:
             spare: whether a thread that exchanges takes nothing from those that compute here.
+            groups: by which messages are to travel; ``None``: by ``collectives``.
         """
         self.forget()
+        self._leave_groups()
+        self._groups = groups
         known = self.terms.network if self.terms.measured else None
         self.terms = Terms(wish, self._settings.network)
         if collectives.size == 1:
@@ -389,7 +373,7 @@ class Reducer:
             return whole if scale == 1.0 else whole.mul_(scale)
 
         return ReductionPlan(
-            collectives,
+            self._groups or collectives,
             self._keys(holdings),
             total,
             templates,

@@ -15,6 +15,8 @@ from virtualflow._arguments import checked_class
 Algorithm = Literal["auto", "gather", "reduce-scatter"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 """What an expert may ask for."""
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend | None, ...] = (None, *get_args(Backend))
 _OVERLAPS: tuple[bool | None, ...] = (None, True, False)
 MAX_BUCKET = 1 << 40
 """The largest bucket that can be asked for."""
@@ -37,18 +39,23 @@ class Exchange:
     overlap: bool | None = None
     """Whether the exchange begins beside the backward pass wherever that is legal; ``None``: where that saves more than
     it costs."""
+    backend: Backend | None = None
+    """By what buckets travel between workers: ``None``: the library's own connections; ``"gloo"`` or ``"nccl"``:
+    torch's, in jobs in plaintext only, without checksums. NCCL is there to be tried: it has never been run."""
 
     def to_number(self) -> int:
         """As a whole number, for the others."""
-        chosen = ALGORITHMS.index(self.algorithm) * len(_OVERLAPS) + _OVERLAPS.index(self.overlap)
-        return chosen + (self.bucket_bytes or 0) * len(ALGORITHMS) * len(_OVERLAPS)
+        number = BACKENDS.index(self.backend) * (MAX_BUCKET + 1) + (self.bucket_bytes or 0)
+        number = number * len(ALGORITHMS) + ALGORITHMS.index(self.algorithm)
+        return number * len(_OVERLAPS) + _OVERLAPS.index(self.overlap)
 
     @classmethod
     def from_number(cls, number: int) -> Exchange:
         """The inverse of :meth:`to_number`."""
         number, overlap = divmod(number, len(_OVERLAPS))
-        size, algorithm = divmod(number, len(ALGORITHMS))
-        return cls(ALGORITHMS[algorithm], size or None, _OVERLAPS[overlap])
+        number, algorithm = divmod(number, len(ALGORITHMS))
+        backend, size = divmod(number, MAX_BUCKET + 1)
+        return cls(ALGORITHMS[algorithm], size or None, _OVERLAPS[overlap], BACKENDS[backend])
 
 
 _NUMBERS = struct.Struct("<4d")

@@ -40,7 +40,6 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFl
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import (
     Accumulator,
-    Exchanger,
     Key,
     Offload,
     Parts,
@@ -64,7 +63,7 @@ from virtualflow.step.gathered_blocks import (
     surround,
 )
 from virtualflow.step.sliced_values import SlicedValues, in_memory, refuse_reading
-from virtualflow.transport import Communicator, Give, Message, Take
+from virtualflow.transport import Communicator, Exchanger, Give, Message, Take
 
 _REQUEST = struct.Struct("<BIqqIIQ")
 """What is asked, of which block, for which update, and of gradients: of which virtual node, of how many from there on,

@@ -22,7 +22,7 @@ from virtualflow.step.sharded_parameters import ShardedParameters
 from virtualflow.step.sliced_values import SlicedValues
 from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch, StateWatchSettings
-from virtualflow.transport import Collectives
+from virtualflow.transport import Collectives, Communicator, open_groups
 
 
 class Update:
@@ -164,10 +164,12 @@ class Update:
 
     # --- a life -------------------------------------------------------------------------------------------------------
 
-    def agree(self, communicator: Collectives, wish: Exchange, holdings: Sequence[Sequence[int]]) -> None:
+    def agree(self, communicator: Communicator, wish: Exchange, holdings: Sequence[Sequence[int]]) -> None:
         """A generation is about to begin: settle with its members what schedules of it follow from."""
         spare = communicator.size > 1 and has_spare_processor(self._device, communicator.size)
-        self.reducer.agree(communicator, wish, holdings, self.sync.templates, spare=spare)
+        backend = wish.backend if communicator.size > 1 else None
+        groups = None if backend is None else open_groups(communicator, backend, self._device)
+        self.reducer.agree(communicator, wish, holdings, self.sync.templates, spare=spare, groups=groups)
 
     def enter(self) -> None:
         self.sync.enter(None if self.shards is None else self.shards.shares.portions)

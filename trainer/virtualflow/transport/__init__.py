@@ -6,9 +6,11 @@ from virtualflow.transport.activity import Activity
 from virtualflow.transport.answers import Answers, Give, Take
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
+from virtualflow.transport.exchanger import Exchanger
 from virtualflow.transport.interface import DONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.key_agreement import Signer
 from virtualflow.transport.link import Link
+from virtualflow.transport.process_groups import GroupCollectives, find_obstacle, open_groups
 from virtualflow.transport.turns import Turns
 
 __all__ = [
@@ -19,7 +21,9 @@ __all__ = [
     "Communicator",
     "CopyClient",
     "CopyRefused",
+    "Exchanger",
     "Give",
+    "GroupCollectives",
     "Link",
     "Message",
     "Pending",
@@ -27,5 +31,7 @@ __all__ = [
     "Take",
     "Turns",
     "as_bytes",
+    "find_obstacle",
     "gather_bytes",
+    "open_groups",
 ]

@@ -85,7 +85,7 @@ class Communicator:
         self.size = len(plan.members)
         self._activity = activity or Activity()
         self._interrupted = interrupted
-        self._settings = settings
+        self.settings = settings
         self._hashes = introduction is None
         """Whether what is sent bears a checksum; what is sealed bears a tag."""
 
@@ -208,9 +208,19 @@ class Communicator:
         except BaseException:
             self.cut()  # whatever is raised, perhaps by a signal, leaves frames half way: nothing more is exchanged
             raise
-        lane.sent += sent
-        lane.received += received
+        self.count(sent, received)
         return _Waiting(self, exchange, sent, received)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether what is sent is sealed, and nobody takes part who is not known."""
+        return not self._hashes
+
+    def count(self, sent: int, received: int) -> None:
+        """Count bytes among the traffic of this thread that another way than these connections has taken."""
+        assert self._lane is not None
+        self._lane.sent += sent
+        self._lane.received += received
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -240,10 +250,29 @@ class Communicator:
         """
         lane = self._lane
         assert lane is not None
-        seconds = self._settings.operation_timeout if timeout is None else timeout
+        seconds = self.settings.operation_timeout if timeout is None else timeout
         self._activity.renew(waits=True)
         try:
             lane.wait(done, seconds)
+        except BaseException:
+            self.cut()
+            raise
+        finally:
+            self._activity.renew(waits=False)
+
+    def watch(self, outcome: Future[T]) -> T:
+        """Wait for what comes by another way than these connections, which are cut if it does not.
+
+        Raises:
+            CommunicatorBroken: the coordinator says that the generation is over, or the outcome is that.
+        """
+        self._activity.renew(waits=True)
+        try:
+            while True:
+                try:
+                    return outcome.result(self.settings.wait_slice)
+                except TimeoutError:
+                    self.check()
         except BaseException:
             self.cut()
             raise

@@ -76,7 +76,7 @@ def build_mesh(
     raise_descriptor_limit()  # until the mesh stands, strangers are accepted
     with ExitStack() as undo:
         try:
-            listener = undo.enter_context(_listen(address, count * size))
+            listener = undo.enter_context(listen(address, count * size))
             secret = secrets.token_bytes(SECRET)
             host, port = listener.getsockname()[:2]
             where = f"{host} {port}".encode()
@@ -106,7 +106,8 @@ def build_mesh(
     return lanes
 
 
-def _listen(address: str, backlog: int) -> socket.socket:
+def listen(address: str, backlog: int) -> socket.socket:
+    """Listen on a port of the system's choice, without blocking, for so many connections and some of strangers."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     _ours.add(listener)

@@ -22,7 +22,7 @@ from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import BackwardSpec, Redundancy, Reproducibility
-from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
+from virtualflow.reduction.settings import ALGORITHMS, BACKENDS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval, agreed, why_not_separable
 from virtualflow.worker.step import Weight
@@ -212,6 +212,10 @@ def check_exchange(exchange: Exchange | str) -> None:
     if overlap is not None and type(overlap) is not bool:
         raise ConfigurationError(
             f"vf.Exchange(overlap={overlap!r}): it must be True, False, or None for where it is worth it"
+        )
+    if exchange.backend not in BACKENDS:
+        raise ConfigurationError(
+            f'vf.Exchange(backend={exchange.backend!r}): it must be "gloo", "nccl", or None for own connections'
         )
 
 

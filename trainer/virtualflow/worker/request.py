@@ -18,6 +18,7 @@ from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import Summation, choose_summation
 from virtualflow.state import choose_policy
 from virtualflow.step import HOST, MetaModel, PartialBackward, agreed
+from virtualflow.transport import find_obstacle
 from virtualflow.worker.options import (
     Options,
     ShardParameters,
@@ -173,6 +174,22 @@ def check_sharded_parameters(request: Request) -> None:
         )
 
 
+def check_backend(request: Request) -> None:
+    """See that gradients can travel as they are to; one that is alone sends nothing."""
+    exchange, environment = request.options.exchange, request.environment
+    backend = None if exchange == "auto" or environment.coordinator is None else exchange.backend
+    if backend is None:
+        return
+    if request.options.shards_parameters:
+        raise ConfigurationError(
+            f'vf.Exchange(backend="{backend}") does not go together with shard=, whose gradients travel by own '
+            "connections only; leave one of the two out"
+        )
+    obstacle = find_obstacle(backend, device_of(request.model), sealed=not isinstance(environment.credential, str))
+    if obstacle is not None:
+        raise ConfigurationError(obstacle)
+
+
 def check_request(request: Request) -> None:
     options = request.options
     refuse_launchers(request.environment)
@@ -180,6 +197,7 @@ def check_request(request: Request) -> None:
     check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
     check_verify(request.environment.verify, request.reproducibility)
     check_exchange(options.exchange)
+    check_backend(request)
     check_trackers(options.trackers)
     check_optimizer(request.model, request.optimizer)
     check_reduce_dtype(options.reduce_dtype, request.model, options.scaler)

@@ -1,0 +1,274 @@
+"""Messages over torch's process groups: gloo's and NCCL's, for whoever wants another transport than own connections.
+
+A group moves bytes from member to member and adds nothing up, so no bit depends on it. All else of a generation stays
+on the connections of its communicator, as does the question whether a message is still to be waited for. Groups are
+made directly, so that the script's own default group is left alone. Their addresses go through a store at the first
+member: that takes no coordinator, and a generation is over with any of its members. What travels bears no checksum and
+is not encrypted, and who connects to a group or its store is not asked who he is.
+
+No library can be asked whether a message has arrived: a wait of gloo's that times out closes all its connections. So a
+thread of each group waits, and is woken by just that if the others are not worth it any more.
+
+NCCL has never been run here. What is for it alone is marked by its name; tests have gloo do all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.transport.communicator import Communicator
+from virtualflow.transport.exchanger import Exchanger
+from virtualflow.transport.interface import Message, Pending
+from virtualflow.transport.mesh import LANES, listen
+
+T = TypeVar("T")
+
+c10d: Any = torch.distributed
+"""Its types say little of what is used here."""
+
+_MESSAGE, _NEVER = 0, 1
+"""Tags: of messages, and of what nobody sends."""
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+def find_obstacle(backend: str, device: torch.device, *, sealed: bool) -> str | None:
+    """Why messages of this worker cannot travel by ``backend``, and what to do; ``None``: they can.
+
+    Args:
+        device: of the model.
+        sealed: whether workers of this job seal what they send.
+    """
+    wish = f'vf.Exchange(backend="{backend}")'
+    if sealed:
+        return (
+            f"{wish} sends gradients without encryption, and workers of this job seal what they send; leave backend "
+            "out, or start the job in plaintext (--insecure-plaintext, in a cluster spec.security.plaintext)"
+        )
+    if not (c10d.is_available() and (c10d.is_gloo_available() if backend == "gloo" else c10d.is_nccl_available())):
+        return f"{wish}: this build of torch ({torch.__version__}) has no {backend}; leave backend out"
+    if backend == "nccl" and device.type != "cuda":
+        return (
+            f'{wish}: the model is on {device}, and NCCL sends from CUDA devices only; leave backend out, or use "gloo"'
+        )
+    return None
+
+
+def open_groups(communicator: Communicator, backend: str, device: torch.device) -> GroupCollectives:
+    """The collectives of ``communicator`` whose messages go over groups; all members call this together.
+
+    Args:
+        device: of the model, on which NCCL sends and receives.
+
+    Raises:
+        ConfigurationError: it cannot be done here.
+        CommunicatorBroken: the generation is over.
+    """
+    obstacle = find_obstacle(backend, device, sealed=communicator.sealed)
+    if obstacle is not None:
+        raise ConfigurationError(obstacle)
+    rank, settings = communicator.rank, communicator.settings
+    addresses = [member.address for member in communicator.plan.members]
+    connecting, moving = timedelta(seconds=settings.connect_timeout), timedelta(seconds=settings.operation_timeout)
+    with ExitStack() as held:
+        # The first member listens where its peers dial, and not everywhere, as a store would by itself.
+        try:
+            listener = held.enter_context(listen(addresses[0], LANES * len(addresses))) if rank == 0 else None
+        except OSError as error:
+            communicator.cut()
+            raise CommunicatorBroken(f"{backend}: {error.strerror or error}") from error
+        own = torch.tensor([0 if listener is None else listener.getsockname()[1]])
+        port = int(communicator.all_gather(own.view(torch.uint8))[0].clone().view(torch.int64))
+        serving = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+
+    def build() -> list[Any]:
+        store = c10d.TCPStore(addresses[0], port, timeout=connecting, wait_for_workers=False, **serving)
+        stores = [c10d.PrefixStore(str(lane), store) for lane in range(LANES)]
+        if backend == "gloo":
+            return [_make_gloo(each, rank, len(addresses), addresses[rank], connecting) for each in stores]
+        return [_make_nccl(each, rank, len(addresses), device, moving) for each in stores]
+
+    builder = Exchanger()
+    outcome = _submit(builder, build, backend)
+    builder.close(0.0)
+    on = torch.device("cpu") if backend == "gloo" else device
+    return GroupCollectives(communicator, [_Lane(group, backend, on, moving) for group in communicator.watch(outcome)])
+
+
+def _make_gloo(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    options: Any = c10d.ProcessGroupGloo._Options()
+    options._timeout, options._threads = timeout, 1
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+    made = c10d.ProcessGroupGloo(store, rank, size, options)
+    group = c10d.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, made)
+    return group
+
+
+def _make_nccl(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    # By default, torch ends the processes of those who have lost a peer.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    made = c10d.ProcessGroupNCCL(store, rank, size, options)
+    made.eager_connect_single_device(device)
+    group = c10d.ProcessGroup(store, rank, size)
+    group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, made)
+    return group
+
+
+class GroupCollectives:
+    """The collectives of a communicator, of which messages alone go over groups: one for each of its threads."""
+
+    def __init__(self, communicator: Communicator, lanes: Sequence[_Lane], which: int = 0) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self._communicator, self._lanes, self._lane = communicator, lanes, lanes[which]
+        self.all_gather, self.start_all_gather = communicator.all_gather, communicator.start_all_gather
+        self.flush, self.settle = communicator.flush, communicator.settle
+
+    @property
+    def beside(self) -> GroupCollectives:
+        """See :attr:`Communicator.beside`."""
+        return GroupCollectives(self._communicator.beside, self._lanes, 1)
+
+    def start_messages(self, messages: Sequence[Message]) -> Pending:
+        moves = [self._lane.place(message) for message in messages]
+        try:
+            self._communicator.check()
+            outcome = self._lane.start(moves)
+        except RuntimeError as error:
+            self.cut()
+            raise self._lane.broken(error) from error
+        except BaseException:
+            self.cut()
+            raise
+        sent, received = (sum(m.stretch.nbytes for m in messages if m.incoming is way) for way in (False, True))
+        self._communicator.count(sent, received)
+        return _Moving(self, outcome, sent, received)
+
+    def watch(self, outcome: Future[T]) -> T:
+        try:
+            return self._communicator.watch(outcome)
+        except BaseException:
+            self.cut()
+            raise
+
+    def cut(self) -> None:
+        """Break off the connections of the communicator, and all that the groups move."""
+        self._communicator.cut()
+        for lane in self._lanes:
+            lane.cut((self.rank + 1) % self.size)
+
+    def close(self) -> None:
+        """Let go of the groups, over which nothing moves any more."""
+        for lane in self._lanes:
+            lane.close()
+
+
+class _Moving:
+    def __init__(self, collectives: GroupCollectives, outcome: Future[int], sent: int, received: int) -> None:
+        self._collectives, self._outcome = collectives, outcome
+        self.sent, self.received = sent, received
+
+    @property
+    def ended(self) -> int:
+        return self._outcome.result()
+
+    def wait(self) -> None:
+        self._collectives.watch(self._outcome)
+
+
+class _Move(NamedTuple):
+    message: Message
+    own: Tensor
+    """Its memory, as bytes,"""
+    placed: Tensor
+    """and where they are for the group: the same, or a copy of what leaves, or room for what comes."""
+
+
+class _Lane:
+    """A group, and the thread that waits for what it moves, in the order in which that was started.
+
+    Args:
+        device: where messages are to be for it; those that are elsewhere are copied.
+    """
+
+    def __init__(self, group: Any, backend: str, device: torch.device, limit: timedelta) -> None:
+        self._group, self._backend, self._device, self._limit = group, backend, device, limit
+        self._made = group._get_backend(device)
+        self._waiter = Exchanger()
+
+    def place(self, message: Message) -> _Move:
+        own = message.stretch.view(-1).view(torch.uint8)
+        if own.device == self._device:
+            return _Move(message, own, own)
+        return _Move(
+            message, own, torch.empty_like(own, device=self._device) if message.incoming else own.to(self._device)
+        )
+
+    def start(self, moves: Sequence[_Move]) -> Future[int]:
+        """Send and receive; the outcome is when that has ended, by ``time.perf_counter_ns``."""
+        together = self._made.supports_coalescing  # of NCCL's, those that are not started together wait for each other
+        if together:
+            self._group._start_coalescing(self._device)
+        works = [
+            (self._group.recv if message.incoming else self._group.send)([placed], message.peer, _MESSAGE)
+            for message, _, placed in moves
+        ]
+        if together:
+            works = [self._group._end_coalescing(self._device)]
+
+        def finish() -> int:
+            for work in works:
+                work.wait(self._limit)
+            for message, own, placed in moves:
+                if message.incoming and placed is not own:
+                    own.copy_(placed)
+            if self._device.type == "cuda":  # NCCL's wait makes the stream wait, not this thread
+                torch.cuda.current_stream(self._device).synchronize()
+            return time.perf_counter_ns()
+
+        return _submit(self._waiter, finish, self._backend)
+
+    def broken(self, error: RuntimeError) -> CommunicatorBroken:
+        return _broken(self._backend, error)
+
+    def cut(self, peer: int) -> None:
+        """Break off what moves: whoever waits is woken, and no memory is read or written behind this."""
+        with suppress(RuntimeError):  # which it is to raise
+            if self._backend == "gloo":
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
+            else:
+                self._made.abort()
+
+    def close(self) -> None:
+        self._waiter.close(0.0)
+
+
+def _submit(thread: Exchanger, task: Callable[[], T], backend: str) -> Future[T]:
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(task())
+        except RuntimeError as error:
+            outcome.set_exception(_broken(backend, error))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the outcome is asked for
+            outcome.set_exception(error)
+
+    thread.submit(run)
+    return outcome
+
+
+def _broken(backend: str, error: RuntimeError) -> CommunicatorBroken:
+    return CommunicatorBroken(f"{backend}: {str(error).strip().splitlines()[0]}")
