@@ -70,6 +70,16 @@ def test_large_gradients_are_measured_and_an_expert_gets_what_is_asked_for(tmp_p
     assert min(report["beside"]) > 0, "headers"
 
 
+def test_what_goes_over_gloo_is_measured_and_said_to_need_plaintext(tmp_path: Path) -> None:
+    options = ', exchange=vf.Exchange("reduce-scatter", backend="gloo")'
+    done = explain(tmp_path, width=8, options=options)
+    assert done.returncode == 1
+    assert "--insecure-plaintext" in done.stderr
+    done = explain(tmp_path, "--insecure-plaintext", width=8, options=options)
+    assert done.returncode == 0, done.stderr
+    assert "  measured: 288 B sent and 288 B received, as planned" in done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as c10d
 from meshes import mesh
 from torch import Tensor
 
@@ -105,6 +104,18 @@ def test_a_peer_that_breaks_off_is_noticed_by_all_who_wait_for_it() -> None:
                 member.beside.start_messages([Message(2, torch.ones(8), incoming=False)]).wait()
 
 
+def test_whoever_waits_for_a_silent_peer_is_woken_where_another_one_has_broken_off() -> None:
+    for broken, silent in ((1, 2), (2, 1)):
+        with groups(3) as members:
+            waits = members[0].beside.start_messages([Message(silent, torch.zeros(8), incoming=True)])
+            notices = members[0].start_messages([Message(broken, torch.zeros(8), incoming=True)])
+            members[broken].cut()
+            with pytest.raises(CommunicatorBroken, match="gloo: "):
+                notices.wait()
+            with pytest.raises(CommunicatorBroken, match="gloo: "):
+                waits.wait()
+
+
 def test_a_silent_peer_is_left_when_the_coordinator_says_so_and_nothing_is_written_any_more() -> None:
     news = {0: lambda: "generation 2 takes over" if said.is_set() else None}
     said = threading.Event()
@@ -148,43 +159,47 @@ def test_a_member_that_does_not_come_ends_the_opening() -> None:
             member.close()
 
 
-def test_what_a_backend_wants_to_have_started_together_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL does. It is gloo that moves."""
-    told: list[str] = []
+class Together:
+    """A group as NCCL's, which starts messages together. It is gloo that moves them."""
 
-    class Together:
-        def __init__(self, group: c10d.ProcessGroup) -> None:
-            self._group, self._works = group, list[Any]()
+    def __init__(self, group: Any) -> None:
+        self._group, self._works = group, list[Any]()
+        self.told: list[str] = []
 
-        def _get_backend(self, device: torch.device) -> Any:
-            return SimpleNamespace(supports_coalescing=True)
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.told.append(f"begins on {device}")
 
-        def _start_coalescing(self, device: torch.device) -> None:
-            told.append(f"begins on {device}")
+    def send(self, *arguments: Any) -> None:
+        self._works.append(self._group.send(*arguments))
 
-        def send(self, *arguments: Any) -> Any:
-            self._works.append(self._group.send(*arguments))
+    def recv(self, *arguments: Any) -> None:
+        self._works.append(self._group.recv(*arguments))
 
-        def recv(self, *arguments: Any) -> Any:
-            self._works.append(self._group.recv(*arguments))
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._works = self._works, []
 
-        def _end_coalescing(self, device: torch.device) -> Any:
-            works, self._works = self._works, []
+        def wait(limit: timedelta) -> None:
+            for work in works:
+                work.wait(limit)
+            self.told.append(f"has waited for {len(works)}")
 
-            def wait(limit: timedelta) -> None:
-                for work in works:
-                    work.wait(limit)
-                told.append(f"waits for {len(works)}")
+        return SimpleNamespace(wait=wait)
 
-            return SimpleNamespace(wait=wait)
+    def abort(self) -> None:
+        self.told.append("is aborted")
 
-    make = process_groups._make_gloo
-    monkeypatch.setattr(process_groups, "_make_gloo", lambda *arguments: Together(make(*arguments)))
+
+def test_what_nccl_wants_to_have_started_together_is() -> None:
     with groups(2) as members:
-        come = together(members, circulate)
+        seats = [Together(member._lane._group) for member in members]
+        lanes = [[process_groups._Lane(seat, "nccl", CPU, timedelta(seconds=PATIENCE))] for seat in seats]
+        theirs = [GroupCollectives(one._communicator, lane) for one, lane in zip(members, lanes, strict=True)]
+        come = together(theirs, circulate)
         assert [room.unique().tolist() for room in come[0]] == [[10], [11], [12], [13], [14]]
-    assert sorted(set(told)) == ["begins on cpu", "waits for 2"]
-    assert len(told) == 2 * 2 * 5
+        theirs[0].cut()
+        for each in theirs:
+            each.close()
+    assert sorted(seats[0].told) == [*["begins on cpu"] * 5, *["has waited for 2"] * 5, "is aborted"]
 
 
 @pytest.mark.parametrize(

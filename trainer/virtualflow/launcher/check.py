@@ -297,6 +297,7 @@ class ScriptCheck:
         command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
         if trial.schedule:
             command += ["--schedule", trial.schedule]
+        command += ["--insecure-plaintext"] * given.insecure_plaintext
         if given.virtual_nodes is not None:
             command += ["--virtual-nodes", str(given.virtual_nodes)]
         return [*command, *self._program.words, *given.args]

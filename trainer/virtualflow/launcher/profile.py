@@ -149,6 +149,7 @@ def _command(given: Namespace, program: TrainingProgram, directory: Path) -> lis
     command = ourselves("run", "--plain", "--workers", str(given.workers))
     command += ["--stop-after", str(given.steps), "--rebalance-gain", "1"]
     command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
+    command += ["--insecure-plaintext"] * given.insecure_plaintext
     if given.virtual_nodes is not None:
         command += ["--virtual-nodes", str(given.virtual_nodes)]
     return [*command, *program.words, *given.args]

@@ -260,11 +260,7 @@ def _add_run(parser: Parser) -> None:
     running.add_argument(
         "--port", default=0, metavar="P", help="of the coordinator (default: any that is free)", **_PORT
     )
-    running.add_argument(
-        "--insecure-plaintext",
-        action="store_true",
-        help="encrypt nothing, and let one token, in the environment of all processes, open everything",
-    )
+    _add_plaintext(running)
     running.add_argument(
         "--web", action="store_true", help="print the address of the job's live page, for a browser of this machine"
     )
@@ -274,6 +270,14 @@ def _add_run(parser: Parser) -> None:
         "Ctrl-C lets all workers leave at the same step, after a checkpoint where there is a directory for "
         "one; a second Ctrl-C ends them at once. Killed workers are replaced, up to "
         f"{BACKOFF_LIMIT} times in a row without progress."
+    )
+
+
+def _add_plaintext(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--insecure-plaintext",
+        action="store_true",
+        help="encrypt nothing, and let one token, in the environment of all processes, open everything",
     )
 
 
@@ -377,6 +381,7 @@ def _add_check(parser: Parser) -> None:
         help=f"how long each run may take (default {_CHECK_LIMIT:g})",
         **_ABOVE_ZERO,
     )
+    _add_plaintext(parser)
     _add_script(parser, required=True)
     parser.epilog = (
         "The script runs as it stands, so what it writes itself it writes; its checkpoints go elsewhere and are "
@@ -452,6 +457,7 @@ def _add_explain(parser: Parser) -> None:
     _add_steps(parser, _EXPLAIN_STEPS, "that are run; nothing begins early in the first one")
     _add_virtual_nodes(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
+    _add_plaintext(parser)
     _add_script(parser, required=True)
     parser.epilog = (
         "The script runs as it stands, so what it writes itself it writes; its checkpoints go elsewhere and are "

@@ -109,10 +109,7 @@ def _make_gloo(store: Any, rank: int, size: int, address: str, timeout: timedelt
     options: Any = c10d.ProcessGroupGloo._Options()
     options._timeout, options._threads = timeout, 1
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
-    made = c10d.ProcessGroupGloo(store, rank, size, options)
-    group = c10d.ProcessGroup(store, rank, size)
-    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, made)
-    return group
+    return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
 def _make_nccl(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
@@ -122,7 +119,7 @@ def _make_nccl(store: Any, rank: int, size: int, device: torch.device, timeout: 
     options._timeout = timeout
     made = c10d.ProcessGroupNCCL(store, rank, size, options)
     made.eager_connect_single_device(device)
-    group = c10d.ProcessGroup(store, rank, size)
+    group = c10d.ProcessGroup(store, rank, size)  # starts several messages together, as what it is made of does not
     group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, made)
     return group
 
@@ -148,7 +145,7 @@ class GroupCollectives:
             outcome = self._lane.start(moves)
         except RuntimeError as error:
             self.cut()
-            raise self._lane.broken(error) from error
+            raise _broken(self._lane.backend, error) from error
         except BaseException:
             self.cut()
             raise
@@ -167,7 +164,7 @@ class GroupCollectives:
         """Break off the connections of the communicator, and all that the groups move."""
         self._communicator.cut()
         for lane in self._lanes:
-            lane.cut((self.rank + 1) % self.size)
+            lane.cut()
 
     def close(self) -> None:
         """Let go of the groups, over which nothing moves any more."""
@@ -204,29 +201,30 @@ class _Lane:
     """
 
     def __init__(self, group: Any, backend: str, device: torch.device, limit: timedelta) -> None:
-        self._group, self._backend, self._device, self._limit = group, backend, device, limit
-        self._made = group._get_backend(device)
+        self._group, self.backend, self._device, self._limit = group, backend, device, limit
         self._waiter = Exchanger()
 
     def place(self, message: Message) -> _Move:
         own = message.stretch.view(-1).view(torch.uint8)
         if own.device == self._device:
             return _Move(message, own, own)
-        return _Move(
-            message, own, torch.empty_like(own, device=self._device) if message.incoming else own.to(self._device)
-        )
+        room = torch.empty_like(own, device=self._device)
+        return _Move(message, own, room if message.incoming else room.copy_(own))
 
     def start(self, moves: Sequence[_Move]) -> Future[int]:
         """Send and receive; the outcome is when that has ended, by ``time.perf_counter_ns``."""
-        together = self._made.supports_coalescing  # of NCCL's, those that are not started together wait for each other
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group is closed")
+        together = self.backend == "nccl"  # whose messages wait for each other where they are not started together
         if together:
-            self._group._start_coalescing(self._device)
+            group._start_coalescing(self._device)
         works = [
-            (self._group.recv if message.incoming else self._group.send)([placed], message.peer, _MESSAGE)
+            (group.recv if message.incoming else group.send)([placed], message.peer, _MESSAGE)
             for message, _, placed in moves
         ]
         if together:
-            works = [self._group._end_coalescing(self._device)]
+            works = [group._end_coalescing(self._device)]
 
         def finish() -> int:
             for work in works:
@@ -238,21 +236,28 @@ class _Lane:
                 torch.cuda.current_stream(self._device).synchronize()
             return time.perf_counter_ns()
 
-        return _submit(self._waiter, finish, self._backend)
+        return _submit(self._waiter, finish, self.backend)
 
-    def broken(self, error: RuntimeError) -> CommunicatorBroken:
-        return _broken(self._backend, error)
-
-    def cut(self, peer: int) -> None:
+    def cut(self) -> None:
         """Break off what moves: whoever waits is woken, and no memory is read or written behind this."""
-        with suppress(RuntimeError):  # which it is to raise
-            if self._backend == "gloo":
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
-            else:
-                self._made.abort()
+        group = self._group
+        if group is None:
+            return
+        if self.backend == "nccl":
+            group.abort()
+            return
+        for peer in range(group.size()):
+            # It raises at once where the connection is closed already, and else when it has closed all of them.
+            with suppress(RuntimeError):
+                if peer != group.rank():
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
 
     def close(self) -> None:
+        self._waiter.submit(self._let_go)
         self._waiter.close(0.0)
+
+    def _let_go(self) -> None:
+        self._group = None  # gloo takes tens of milliseconds to close connections
 
 
 def _submit(thread: Exchanger, task: Callable[[], T], backend: str) -> Future[T]:
