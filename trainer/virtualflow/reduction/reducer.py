@@ -114,12 +114,6 @@ class Reducer:
 
     def close(self) -> None:
         self._leave_thread(self._settings.close_wait)
-        self._leave_groups()
-
-    def _leave_groups(self) -> None:
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
 
     def _leave_thread(self, patience: float) -> None:
         if self._exchanger is not None:
@@ -151,7 +145,6 @@ class Reducer:
             groups: by which messages are to travel; ``None``: by ``collectives``.
         """
         self.forget()
-        self._leave_groups()
         self._groups = groups
         known = self.terms.network if self.terms.measured else None
         self.terms = Terms(wish, self._settings.network)

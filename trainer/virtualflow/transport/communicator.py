@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,16 @@ class LinkRendezvous:
                 f"generation {self._generation} was superseded, or its members did not all say where they are"
             )
         return values
+
+
+class Further(Protocol):
+    """What moves messages among the same members by another way."""
+
+    def cut(self) -> None:
+        """See :meth:`Communicator.cut`."""
+
+    def close(self) -> None:
+        """End it, and what it does in threads of its own."""
 
 
 class Communicator:
@@ -109,6 +119,8 @@ class Communicator:
                 Lane({peer: (lower if rank < peer else higher)[peer] for peer in lower}, check, settings)
             )
             self.answers = Answers(asked, check, settings, hashes=self._hashes)
+        self._further: list[Further] = []
+        """What moves messages beside these connections, and breaks and ends with them."""
         self._lane = self._lanes[0] if self._lanes else None
         self._others: tuple[Communicator, ...] = ()
         # No circle of references: what has not arrived in a communicator that is left is to be freed with it.
@@ -216,6 +228,10 @@ class Communicator:
         """Whether what is sent is sealed, and nobody takes part who is not known."""
         return not self._hashes
 
+    def attach(self, further: Further) -> None:
+        """Let it break and end with these connections."""
+        self._further.append(further)
+
     def count(self, sent: int, received: int) -> None:
         """Count bytes among the traffic of this thread that another way than these connections has taken."""
         assert self._lane is not None
@@ -292,6 +308,8 @@ class Communicator:
             lane.cut()
         if self.answers is not None:
             self.answers.cut()
+        for further in self._further:
+            further.cut()
 
     def move(self, windows: Iterator[Sequence[Message]], *, timeout: float) -> None:
         """Send and receive messages between pairs of members: all of a window at once, one window after the other.
@@ -315,6 +333,8 @@ class Communicator:
             lane.close()
         if self.answers is not None:
             self.answers.close()
+        for further in self._further:
+            further.close()
 
 
 class _Waiting:

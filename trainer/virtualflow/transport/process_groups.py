@@ -39,6 +39,8 @@ c10d: Any = torch.distributed
 
 _MESSAGE, _NEVER = 0, 1
 """Tags: of messages, and of what nobody sends."""
+_CLOSING = 10.0
+"""Seconds that the end of a group may take; gloo takes tens of milliseconds."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -98,11 +100,13 @@ def open_groups(communicator: Communicator, backend: str, device: torch.device) 
             return [_make_gloo(each, rank, len(addresses), addresses[rank], connecting) for each in stores]
         return [_make_nccl(each, rank, len(addresses), device, moving) for each in stores]
 
-    builder = Exchanger()
-    outcome = _submit(builder, build, backend)
-    builder.close(0.0)
+    builder = _Thread(backend, settings.connect_timeout)
+    communicator.attach(builder)
     on = torch.device("cpu") if backend == "gloo" else device
-    return GroupCollectives(communicator, [_Lane(group, backend, on, moving) for group in communicator.watch(outcome)])
+    lanes = [_Lane(group, backend, on, moving) for group in communicator.watch(builder.submit(build))]
+    for lane in lanes:
+        communicator.attach(lane)
+    return GroupCollectives(communicator, lanes)
 
 
 def _make_gloo(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> Any:
@@ -131,7 +135,7 @@ class GroupCollectives:
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator, self._lanes, self._lane = communicator, lanes, lanes[which]
         self.all_gather, self.start_all_gather = communicator.all_gather, communicator.start_all_gather
-        self.flush, self.settle = communicator.flush, communicator.settle
+        self.flush, self.settle, self.cut = communicator.flush, communicator.settle, communicator.cut
 
     @property
     def beside(self) -> GroupCollectives:
@@ -143,38 +147,19 @@ class GroupCollectives:
         try:
             self._communicator.check()
             outcome = self._lane.start(moves)
-        except RuntimeError as error:
+        except BaseException as error:
             self.cut()
-            raise _broken(self._lane.backend, error) from error
-        except BaseException:
-            self.cut()
+            if isinstance(error, RuntimeError):
+                raise _broken(self._lane.backend, error) from error
             raise
         sent, received = (sum(m.stretch.nbytes for m in messages if m.incoming is way) for way in (False, True))
         self._communicator.count(sent, received)
-        return _Moving(self, outcome, sent, received)
-
-    def watch(self, outcome: Future[T]) -> T:
-        try:
-            return self._communicator.watch(outcome)
-        except BaseException:
-            self.cut()
-            raise
-
-    def cut(self) -> None:
-        """Break off the connections of the communicator, and all that the groups move."""
-        self._communicator.cut()
-        for lane in self._lanes:
-            lane.cut()
-
-    def close(self) -> None:
-        """Let go of the groups, over which nothing moves any more."""
-        for lane in self._lanes:
-            lane.close()
+        return _Moving(self._communicator, outcome, sent, received)
 
 
 class _Moving:
-    def __init__(self, collectives: GroupCollectives, outcome: Future[int], sent: int, received: int) -> None:
-        self._collectives, self._outcome = collectives, outcome
+    def __init__(self, communicator: Communicator, outcome: Future[int], sent: int, received: int) -> None:
+        self._communicator, self._outcome = communicator, outcome
         self.sent, self.received = sent, received
 
     @property
@@ -182,7 +167,7 @@ class _Moving:
         return self._outcome.result()
 
     def wait(self) -> None:
-        self._collectives.watch(self._outcome)
+        self._communicator.watch(self._outcome)
 
 
 class _Move(NamedTuple):
@@ -193,7 +178,39 @@ class _Move(NamedTuple):
     """and where they are for the group: the same, or a copy of what leaves, or room for what comes."""
 
 
-class _Lane:
+class _Thread:
+    """A thread in which a backend does one thing after the other, and may be stuck.
+
+    Args:
+        patience: seconds for which its end is waited for: while the interpreter ends, no thread must be in torch.
+    """
+
+    def __init__(self, backend: str, patience: float) -> None:
+        self.backend, self._patience = backend, patience
+        self._exchanger = Exchanger()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(task())
+            except RuntimeError as error:
+                outcome.set_exception(_broken(self.backend, error))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the outcome is asked for
+                outcome.set_exception(error)
+
+        self._exchanger.submit(run)
+        return outcome
+
+    def cut(self) -> None:
+        """It comes to an end by itself."""
+
+    def close(self) -> None:
+        self._exchanger.close(self._patience)
+
+
+class _Lane(_Thread):
     """A group, and the thread that waits for what it moves, in the order in which that was started.
 
     Args:
@@ -201,8 +218,8 @@ class _Lane:
     """
 
     def __init__(self, group: Any, backend: str, device: torch.device, limit: timedelta) -> None:
-        self._group, self.backend, self._device, self._limit = group, backend, device, limit
-        self._waiter = Exchanger()
+        super().__init__(backend, _CLOSING)
+        self._group, self._device, self._limit = group, device, limit
 
     def place(self, message: Message) -> _Move:
         own = message.stretch.view(-1).view(torch.uint8)
@@ -236,7 +253,7 @@ class _Lane:
                 torch.cuda.current_stream(self._device).synchronize()
             return time.perf_counter_ns()
 
-        return _submit(self._waiter, finish, self.backend)
+        return self.submit(finish)
 
     def cut(self) -> None:
         """Break off what moves: whoever waits is woken, and no memory is read or written behind this."""
@@ -253,26 +270,12 @@ class _Lane:
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
 
     def close(self) -> None:
-        self._waiter.submit(self._let_go)
-        self._waiter.close(0.0)
+        self.cut()
+        self._exchanger.submit(self._let_go)
+        super().close()
 
     def _let_go(self) -> None:
-        self._group = None  # gloo takes tens of milliseconds to close connections
-
-
-def _submit(thread: Exchanger, task: Callable[[], T], backend: str) -> Future[T]:
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(task())
-        except RuntimeError as error:
-            outcome.set_exception(_broken(backend, error))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the outcome is asked for
-            outcome.set_exception(error)
-
-    thread.submit(run)
-    return outcome
+        self._group = None
 
 
 def _broken(backend: str, error: RuntimeError) -> CommunicatorBroken:
