@@ -8,7 +8,7 @@ from random import Random
 from typing import get_args
 
 import pytest
-from benchmarks.scheduling_prediction import fixed
+from benchmarks.scheduling_prediction import fixed, play
 from benchmarks.traces.generate import recurring
 from hypothesis import given
 from hypothesis import strategies as st
@@ -268,3 +268,11 @@ def test_what_jobs_like_them_needed_is_worth_most_of_what_being_told_is(shrinks:
     assert past.expected > 0.9 * past.jobs
     assert past.mean_completion < told.mean_completion * 1.15
     assert past.mean_completion < none.mean_completion * 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11, 14])
+def test_jobs_of_models_that_a_queue_remembers_gain_where_those_of_new_ones_lose(seed: int) -> None:
+    """On the two traces of the document's table where jobs of a fixed size lose without such a history."""
+    _, known = play(False, seed)
+    assert known.all < known.past < known.none
