@@ -1,4 +1,4 @@
-"""The blocks of a model: what the user names, or the longest chain in it."""
+"""The blocks of a model: what the user names, or the chain that cuts it best."""
 
 from __future__ import annotations
 
@@ -12,11 +12,39 @@ from torch import nn
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations.blocks import find_blocks
 
+
+def deep(length: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(1, 1) if number % 2 else nn.Tanh() for number in range(length)))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(1), deep(4)
+
+
+class Shallow(nn.Module):
+    """Two layers, each of which has a chain of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(2, 1), nn.ModuleList([Wide(), Wide()]), nn.Linear(1, 2)
+
+
 FOUND = {
     "the children of a Sequential": (Convolutional, [f"blocks.{index}" for index in range(5)]),
     "those of a ModuleList": (Transformer, [f"layers.{index}" for index in range(5)]),
     "a model that is a Sequential": (lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Tanh()), ["0", "1", "2"]),
-    "the longest": (UNet, ["down.0", "down.1", "down.2"]),
+    "the way that has most": (UNet, ["down.0", "down.1", "down.2"]),
+    "not the parts of one of them, even if these are more": (
+        lambda: nn.Sequential(deep(4), deep(6), deep(5)),
+        ["0", "1", "2"],
+    ),
+    "not what stands within a layer": (Shallow, ["layers.0", "layers.1"]),
+    "those of two ladders": (
+        lambda: nn.ModuleDict({way: nn.ModuleList(deep(3) for _ in range(2)) for way in ("down", "up")}),
+        ["down.0", "down.1", "up.0", "up.1"],
+    ),
     "others of the same class too": (
         lambda: nn.ModuleDict(
             {"a": nn.Sequential(Residual(2), Residual(2)), "b": nn.Sequential(*map(Residual, [2] * 3))}

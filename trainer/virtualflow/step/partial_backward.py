@@ -45,9 +45,9 @@ class PartialBackward:
         scale: ``"mean"``: a parameter's gradient is the mean over the virtual nodes that have reached it. ``"sum"``:
             those that have not count as zero.
         full_every: in each step whose number is a multiple of it, all passes are whole.
-        blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
-            ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children. Those without
-            parameters do not count.
+        blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, those of
+            an ``nn.ModuleList`` or ``nn.Sequential`` that cut the model best, and others of the same class. Those
+            without parameters do not count.
         of: what fractions are of. ``"blocks"``: their number. ``"parameters"``: the elements of their parameters, as
             the work of linear layers goes. An example of what the model is called with, as a tensor, a tuple of
             arguments or a mapping of named ones: the operations of the blocks' matrix products and convolutions with

@@ -98,8 +98,8 @@ def elastic(
             (``redundancy``). For optimizers that treat each element for itself (SGD, Adam and their kin). After a step
             a worker has the gradients of those parameters only that it keeps whole.
         shard: ``"parameters"``: each worker keeps only its share of parameters and of the optimizer's state, for models
-            that are too large for a worker. A block (of the longest ``nn.ModuleList`` or ``nn.Sequential``) is gathered
-            before its forward and its backward pass, and freed behind it; its gradients leave at once. Between passes a
+            that are too large for a worker. A block (of an ``nn.ModuleList`` or ``nn.Sequential``) is gathered before
+            its forward and its backward pass, and freed behind it; its gradients leave at once. Between passes a
             parameter shows NaN. ``"hybrid"``: the same, but the processes of each worker have all parameters among
             them, so that blocks are gathered within a worker. ``vf.ShardParameters(blocks=[...])`` names other blocks.
             The command line or the manifest overrides what is divided, and ``redundancy``.

@@ -39,8 +39,8 @@ class ShardParameters:
 
     Args:
         blocks: modules of the model, or their names: each is gathered as a whole while it runs. What is outside of them
-            is gathered for the whole pass. Without them, the longest ``nn.ModuleList`` or ``nn.Sequential`` of the
-            model, and others of the same class of children.
+            is gathered for the whole pass. Without them, those of an ``nn.ModuleList`` or ``nn.Sequential`` that
+            cut the model best, and others of the same class.
         hybrid: whether each worker has all parameters among its processes, as by ``shard="hybrid"``.
     """
 

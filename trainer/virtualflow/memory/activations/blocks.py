@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: what the user says, or the longest chain in it."""
+"""Which modules of a model are its blocks: what the user says, or the chain that cuts it best."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 from virtualflow.errors import ConfigurationError
 
 Named = tuple[str, nn.Module]
+_Chain = tuple[str, list[Named]]
+"""A container, by its name, and its modules."""
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -42,7 +44,7 @@ def find_blocks(
         ConfigurationError: there are none, one of them is not the model's or is within another one, or the model is
             compiled.
     """
-    found = _longest_chain(model, argument) if wanted is None else _named(model, wanted)
+    found = _best_chains(model, argument) if wanted is None else _named(model, wanted)
     allowed = {id(block) for _, block in found[0]} if opaque else set[int]()
     for module in filter(_is_compiled, model.modules()):
         inside = {id(part) for part in module.modules() if part is not module}
@@ -82,29 +84,57 @@ def _check_apart(blocks: Sequence[Named]) -> None:
             owner[id(part)] = name
 
 
-def _longest_chain(model: nn.Module, argument: str) -> tuple[list[Named], str]:
+def _best_chains(model: nn.Module, argument: str) -> tuple[list[Named], str]:
+    """Of all chains those that leave the least of the model outside of blocks and in the largest block, together.
+
+    Leaves of the module tree count. Ties go to the longest, then to the first.
+    """
     chains = list(_chains(model))
     if not chains:
         raise ConfigurationError(
             "the model has no nn.ModuleList or nn.Sequential of two modules or more; "
             + argument.format('blocks=["first", "second"]')
         )
-    longest = max(chains, key=lambda chain: len(chain[1]))
-    kinds = {type(module) for _, module in longest[1]}
-    chosen = [longest]
-    parts = _parts(longest[1])
-    # The stages of a residual network are several containers of the same class of blocks.
-    for chain in chains if len(kinds) == 1 else ():
-        if {type(module) for _, module in chain[1]} == kinds and not parts & _parts(chain[1]):
-            chosen.append(chain)
-            parts |= _parts(chain[1])
+    leaves = sum(1 for _ in _leaves(model))
+    chosen = min(_alike(chains), key=lambda group: (_unplanned(group, leaves), -_length(group)))
     chosen.sort(key=chains.index)
     blocks = [block for _, children in chosen for block in children]
     containers = " and ".join(name or "the model itself" for name, _ in chosen)
     return blocks, f"the blocks are the {len(blocks)} modules in {containers}"
 
 
-def _chains(model: nn.Module) -> Iterator[tuple[str, list[Named]]]:
+def _alike(chains: Sequence[_Chain]) -> Iterator[list[_Chain]]:
+    """Each chain, with others of the same class of blocks: the stages of a residual network are several containers."""
+    parts = [_parts(children) for _, children in chains]
+    kinds = [{type(module) for _, module in children} for _, children in chains]
+    joined: set[int] = set()
+    for first in sorted(range(len(chains)), key=lambda place: -len(chains[place][1])):
+        if first in joined:
+            continue
+        group, taken = [first], set(parts[first])
+        for other in range(len(chains)) if len(kinds[first]) == 1 else ():
+            if kinds[other] == kinds[first] and not taken & parts[other]:
+                group.append(other)
+                taken |= parts[other]
+        joined.update(group)
+        yield [chains[place] for place in group]
+
+
+def _unplanned(group: Sequence[_Chain], leaves: int) -> int:
+    """Leaves outside of the group's blocks, and in the largest of them."""
+    sizes = [sum(1 for _ in _leaves(module)) for _, children in group for _, module in children]
+    return leaves - sum(sizes) + max(sizes)
+
+
+def _length(group: Sequence[_Chain]) -> int:
+    return sum(len(children) for _, children in group)
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in module.modules() if next(part.children(), None) is None)
+
+
+def _chains(model: nn.Module) -> Iterator[_Chain]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
