@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from tiers import examples
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, DoesNotFit, fit, format_bytes, parse_bytes, profile_for, what_fits
+from virtualflow.memory.fitting import waiting_bytes
 from virtualflow.memory.settings import PlannerSettings
 from virtualflow.protocol.device_profile import BlockProfile, ChainProfile, ChainSize
+from virtualflow.protocol.tree import subtrees
 
 SETTINGS = PlannerSettings(moves=5_000)
 
@@ -183,3 +185,9 @@ def test_a_size_that_is_rounded_up_is_enough_and_hardly_more(size: int) -> None:
     shown = parse_bytes(format_bytes(size, up=True))
     assert size <= shown <= size * 1.01 + 1
     assert abs(parse_bytes(format_bytes(size)) - size) <= size * 0.005 + 1
+
+
+@pytest.mark.parametrize("virtual_nodes", [1, 2, 3, 5, 8, 9, 64, 96, 100])
+def test_as_many_sums_are_counted_as_ever_wait(virtual_nodes: int) -> None:
+    waiting = max(len(subtrees(virtual_nodes, range(node))) for node in range(virtual_nodes))
+    assert waiting_bytes(chain(size(1)), 10, virtual_nodes) == 10 * waiting

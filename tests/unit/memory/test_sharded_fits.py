@@ -67,8 +67,8 @@ def test_messages_are_on_the_device_where_its_memory_is_the_hosts() -> None:
     assert together.device_bytes == apart.device_bytes + apart.message_bytes
 
 
-@pytest.mark.parametrize(("virtual_nodes", "sums"), [(1, 1), (2, 2), (8, 4), (9, 4), (64, 7)])
-def test_a_sum_of_each_size_of_the_tree_waits(virtual_nodes: int, sums: int) -> None:
+@pytest.mark.parametrize(("virtual_nodes", "sums"), [(1, 1), (2, 2), (3, 3), (8, 4), (9, 5), (64, 7), (96, 8)])
+def test_a_sum_of_each_level_of_the_tree_waits(virtual_nodes: int, sums: int) -> None:
     workers = min(2, virtual_nodes)
     found = fit_sharded(chain(), 576, virtual_nodes, workers, 1)
     assert found.sums_bytes == (sums * ALL // 2 if workers > 1 else 0)
@@ -127,8 +127,8 @@ def test_a_plan_of_activations_makes_fewer_workers_enough() -> None:
     ("virtual_nodes", "scale", "alone", "shared"),
     [
         pytest.param(4, 1 << 20, 2, 3, id="as many as wait in memory"),
-        pytest.param(64, 1 << 20, 2 + 64 / ALL, 3 + 1, id="others wait in files"),
-        pytest.param(64, 1 << 18, 2 + 1, 3 + 1, id="a whole one comes back"),
+        pytest.param(64, 1 << 20, 2 + 64 / ALL, 3 + 4 * 64 / ALL, id="others wait in files"),
+        pytest.param(64, 1 << 18, 2 + 4 * 64 / ALL, 3 + 4, id="of small ones several come back at a time"),
         pytest.param(64, 1 << 10, 6, 7, id="small ones stay"),
     ],
 )

@@ -30,9 +30,10 @@ def waiting_bytes(chain: ChainProfile, size: int, virtual_nodes: int) -> int:
     Args:
         size: bytes of what a worker has of one sum.
     """
-    depth = virtual_nodes.bit_length() - 1
+    # The right half of an odd number is the larger one, so the last virtual node is as deep as any.
+    depth = (virtual_nodes - 1).bit_length()
     moves = chain.scratch and chain.sum_bytes >= MOVED_FROM and depth > WAITING
-    return size * WAITING + min(size, AHEAD) if moves else size * depth
+    return size * WAITING + min(size * (depth - WAITING), AHEAD) if moves else size * depth
 
 
 def profile_for(chain: ChainProfile, micro_batch: int, virtual_nodes: int = 1) -> Profile:

@@ -123,7 +123,7 @@ def _beside_activations(chain: ChainProfile, virtual_nodes: int, workers: int, c
     copies = min(copies, workers)
     parameters, trained = sum(blocks) + outside, sum(gradients) + outside_gradients
     kept = math.ceil((parameters + chain.optimizer_bytes) * copies / workers)
-    # While the last sums come, one of each size of the tree waits; in the step there are the whole sum of what is kept
+    # While the last sums come, one of each level of the tree waits; in the step there are the whole sum of what is kept
     # first, that of the predecessor's share, and both as the optimizer takes them.
     share = math.ceil(widened * trained / workers)
     waiting = share + waiting_bytes(chain, share, virtual_nodes)

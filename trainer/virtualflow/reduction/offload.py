@@ -141,9 +141,12 @@ class Fetch:
         return found
 
     def _look_ahead(self) -> None:
-        while self._queue and (self._bytes < self._offload.ahead or not self._coming):
-            tensors, place = self._queue.popleft()
+        while self._queue:
+            tensors, place = self._queue[0]
             tensor = tensors[place]
+            if tensor is not None and self._coming and self._bytes + tensor.nbytes > self._offload.ahead:
+                return
+            self._queue.popleft()
             if tensor is None:  # taken already, or nothing was contributed
                 continue
             self._coming[id(tensors), place] = self._offload.memory.bring(tensor), tensor.nbytes
