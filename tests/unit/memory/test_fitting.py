@@ -191,3 +191,11 @@ def test_a_size_that_is_rounded_up_is_enough_and_hardly_more(size: int) -> None:
 def test_as_many_sums_are_counted_as_ever_wait(virtual_nodes: int) -> None:
     waiting = max(len(subtrees(virtual_nodes, range(node))) for node in range(virtual_nodes))
     assert waiting_bytes(chain(size(1)), 10, virtual_nodes) == 10 * waiting
+
+
+def test_a_block_joins_another_in_a_profile_if_it_did_at_both_sizes() -> None:
+    apart = size(8)
+    apart = ChainSize(
+        8, tuple(msgspec.structs.replace(block, joins=number != 2) for number, block in enumerate(apart.blocks))
+    )
+    assert [block.joins for block in profile_for(chain(size(4), apart), 6).blocks] == [True, True, False, True]

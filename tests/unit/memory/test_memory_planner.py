@@ -43,6 +43,18 @@ def actions(found: Plan) -> str:
     return "".join(block.action.value[0] for block in found.blocks)
 
 
+@settings(max_examples=examples(40), phases=UNSHRUNK)
+@given(profiles(8), SHARES, st.sets(st.integers(0, 7)), st.booleans())
+def test_no_segment_reaches_over_a_block_that_gets_something_else(
+    profile: Profile, share: int, apart: set[int], host: bool
+) -> None:
+    """What computes again between them is nobody's, so their boundaries stay."""
+    blocks = tuple(replace(block, joins=number not in apart) for number, block in enumerate(profile.blocks))
+    planner = Planner(replace(profile, blocks=blocks), PlannerSettings(moves=500))
+    found = planner.plan(budget_between(planner, share, None if host else 0))
+    assert all(found.blocks[number].segment in (None, number) for number in apart if number < len(blocks)), found.blocks
+
+
 # --- as fast as the best ----------------------------------------------------------------------------------------------
 
 

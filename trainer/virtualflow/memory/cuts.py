@@ -101,6 +101,8 @@ class Cuts:
                         break
                     reached.append(_State(state.held + holds, state.seconds + again, first, RECOMPUTE, state))
                 parted += self._parted[first]
+                if not chain.joins[first]:
+                    break
             fronts.append(self._best(reached, end + 1, capacity, limit, most))
         if not fronts[-1]:
             return None

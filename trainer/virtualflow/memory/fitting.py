@@ -102,6 +102,7 @@ def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfi
         output_bytes=math.ceil(at(lambda block: block.output_bytes)),
         # It hardly depends on the samples.
         overhead_seconds=one.overhead_seconds if one is two else at(lambda block: block.overhead_seconds),
+        joins=one.joins and two.joins,
     )
 
 

@@ -52,6 +52,8 @@ class Block:
     """What autograd saves of its output. That is the next block's input, but where the block is computed again."""
     overhead_seconds: float = 0.0
     """What it takes to compute it again beyond its forward pass: to note what that finds, and to put it back."""
+    joins: bool = True
+    """Whether the block before hands over to it directly: if not, its boundary cannot be computed again from there."""
 
     def __post_init__(self) -> None:
         if not (0 < self.forward_seconds < float("inf") and 0 < self.backward_seconds < float("inf")):

@@ -150,7 +150,7 @@ class Pool:
         moved = True
         while moved:
             moved = False
-            for actions in _neighbours(best.actions, self._settings.pairs):
+            for actions in _neighbours(best.actions, self._chain.joins, self._settings.pairs):
                 if actions in self._choices:
                     choice = self._choices[actions]
                 else:
@@ -210,16 +210,17 @@ def _regular(chain: ChainArrays, settings: PlannerSettings) -> Iterator[Actions]
                 for swapped in (ranked[:number], others[:number], _even(others, number)):
                     for most in settings.segments:
                         for begin in (RECOMPUTE, REFETCH):
-                            yield _segmented(chain.length, kept, frozenset(swapped), most, begin)
+                            yield _segmented(chain.joins, kept, frozenset(swapped), most, begin)
 
 
-def _segmented(length: int, kept: frozenset[int], swapped: frozenset[int], most: int, begin: int) -> Actions:
-    actions = bytearray(length)
+def _segmented(joins: Sequence[bool], kept: frozenset[int], swapped: frozenset[int], most: int, begin: int) -> Actions:
+    actions = bytearray(len(joins))
     run = 0
-    for block in range(length):
+    for block, joined in enumerate(joins):
         if block in kept or block in swapped:
             actions[block], run = KEEP if block in kept else SWAP, 0
         else:
+            run = run if joined else 0
             actions[block] = JOIN if run % most else begin
             run += 1
     return bytes(actions)
@@ -233,35 +234,35 @@ def _even(blocks: Sequence[int], count: int) -> list[int]:
     return [blocks[len(blocks) * number // count] for number in range(count)]
 
 
-def _neighbours(actions: Actions, pairs: int) -> Iterator[Actions]:
+def _neighbours(actions: Actions, joins: Sequence[bool], pairs: int) -> Iterator[Actions]:
     """All that differ in one block; that have the actions of two exchanged; and that differ in two blocks, of any
     distance up to ``pairs`` blocks in all."""
     length = len(actions)
     for action in _CHEAPEST:
         for block in range(length):
             if actions[block] != action:
-                yield _changed(actions, (block, action))
+                yield _changed(actions, joins, (block, action))
     for one, two in combinations(range(length), 2):
         if actions[one] != actions[two]:
-            yield _changed(actions, (one, actions[two]), (two, actions[one]))
+            yield _changed(actions, joins, (one, actions[two]), (two, actions[one]))
     reach = length if length <= pairs else 2
     for one, two in combinations(range(length), 2):
         if two - one < reach:
             for first in _others(actions[one]):
                 for second in _others(actions[two]):
-                    yield _changed(actions, (one, first), (two, second))
+                    yield _changed(actions, joins, (one, first), (two, second))
 
 
 def _others(action: int) -> tuple[int, ...]:
     return tuple(other for other in _CHEAPEST if other != action)
 
 
-def _changed(actions: Actions, *changes: tuple[int, int]) -> Actions:
+def _changed(actions: Actions, joins: Sequence[bool], *changes: tuple[int, int]) -> Actions:
     """With other actions for some blocks; one that has nothing to join begins a segment."""
     result = bytearray(actions)
     for block, action in changes:
         result[block] = action
     for block, action in enumerate(result):
-        if action == JOIN and (block == 0 or result[block - 1] < RECOMPUTE):
+        if action == JOIN and (block == 0 or result[block - 1] < RECOMPUTE or not joins[block]):
             result[block] = RECOMPUTE
     return bytes(result)

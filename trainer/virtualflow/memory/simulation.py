@@ -43,6 +43,7 @@ class ChainArrays:
         self.again = [block.forward_seconds + block.overhead_seconds for block in blocks]
         """Seconds of a recomputation."""
         self.saved = [block.saved_bytes for block in blocks]
+        self.joins = [block.joins for block in blocks]
         self.boundary = [*(block.boundary_bytes for block in blocks), 0]
         """Entry ``i`` enters block ``i``; the model's output belongs to the last block."""
         self.gradient = [block.gradient_bytes for block in blocks]

@@ -50,6 +50,8 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What autograd saves of its output, which is the next block's input."""
     overhead_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     """What computing it again takes beyond its forward pass; the median."""
+    joins: bool = True
+    """Whether it gets what the block before has returned, so that a segment may have both."""
 
 
 class SkipProfile(msgspec.Struct, frozen=True):
@@ -86,7 +88,7 @@ class ChainProfile(msgspec.Struct, frozen=True, kw_only=True):
     fixed_bytes: _Bytes
     """What else is on the device all the time."""
     sum_bytes: _Bytes = 0
-    """A sum of all gradients: as many are at rest at a time as the number of virtual nodes has bits, but one."""
+    """A sum of all gradients: at most as many are at rest at a time as the tree over the virtual nodes is deep."""
     gradient_bytes: _Bytes | None = None
     """All gradients as they come, where their sum takes more; ``None``: as many."""
     scratch: bool = False

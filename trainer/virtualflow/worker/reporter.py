@@ -187,8 +187,7 @@ class PlannedActivations(StepPart):
         self._activations.begin()
 
     def after_pass(self, attempt: Attempt) -> None:
-        if attempt.whole:
-            self._activations.end(attempt.present.size)
+        self._activations.end(attempt.present.size if attempt.whole else 0)
 
     def commit(self, attempt: Attempt) -> None:
         plan = self._activations.committed()

@@ -30,7 +30,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
-from virtualflow.memory.activations.ledger import Ledger, Packed, StorageEntry, has_storage, key_of
+from virtualflow.memory.activations.ledger import Kept, Ledger, Packed, StorageEntry, has_storage, is_plain, key_of
 from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, all_here, find_links
 from virtualflow.state import StayingHook
 
@@ -49,8 +49,12 @@ _Made = TypeVar("_Made")
 class Observer(Protocol):
     """Somebody who measures blocks while they run."""
 
-    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
-        """A block's forward pass begins."""
+    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any, *, joins: bool) -> None:
+        """A block's forward pass begins.
+
+        Args:
+            joins: whether it gets what the block before has returned.
+        """
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
         """Autograd has saved a tensor."""
@@ -60,6 +64,9 @@ class Observer(Protocol):
 
     def end(self, visit: Visit, outputs: list[Tensor]) -> None:
         """The forward pass is over."""
+
+    def outside(self, tensor: Tensor) -> Packed:
+        """Autograd has saved a tensor outside of all blocks; what it is to keep instead."""
 
     def reach(self, point: Point) -> None:
         """The backward pass begins with a block, or computes it again."""
@@ -118,6 +125,8 @@ class Executor:
         micro-batch before, so that it is known who shares."""
         self._permanent: frozenset[int] = frozenset()
         self._open: list[_Open | None] = []
+        self._outside: saved_tensors_hooks | None = None
+        """While a micro-batch is observed, around all blocks."""
         self._before: tuple[Visit, Segment | None] | None = None
         """The last visit, and its segment."""
         self._swapped: dict[int, list[ref[StorageEntry]]] = {}
@@ -160,6 +169,18 @@ class Executor:
         self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
         self._known = self._ran
         self._forget()
+        if self.observer is not None:
+            self._outside = saved_tensors_hooks(self._pack_outside, _load)
+            self._outside.__enter__()
+
+    def end(self) -> None:
+        """A micro-batch is over."""
+        self._forget()
+
+    def _pack_outside(self, tensor: Tensor) -> Packed:
+        if self.observer is None or not is_plain(tensor) or key_of(tensor) in self._permanent:
+            return Kept(tensor)
+        return self.observer.outside(tensor)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -172,6 +193,9 @@ class Executor:
             opened = self._open.pop()
             if opened is not None and opened.hooks is not None:
                 opened.hooks.__exit__()
+        if self._outside is not None:
+            self._outside.__exit__()
+            self._outside = None
         self._before = None
         self._swapped.clear()
         self._due.clear()
@@ -199,10 +223,11 @@ class Executor:
         for tensor in inputs:
             if tensor.grad_fn is not None:
                 visit.claim(tensor)
+        joins = self.observer is not None and self._is_handed_over(leaves, block)
         self._before = None  # that it is not kept while this one runs
         if self.observer is not None:
             pack = partial(self._observed, visit, pack)
-            self.observer.begin(visit, inputs, arguments, options)
+            self.observer.begin(visit, inputs, arguments, options, joins=joins)
         hooks = None
         if not self._left_alone(block):
             hooks = saved_tensors_hooks(pack, partial(self._load, block))
@@ -232,6 +257,11 @@ class Executor:
             logger.warning("memory: block %s %s; so it, and others like it, is kept and not computed again", name, why)
         return False
 
+    def _is_handed_over(self, leaves: list[Any], block: int) -> bool:
+        """Whether the block before that one hands over to it."""
+        before = self._before
+        return before is not None and before[0].block == block - 1 and bool(find_links(leaves, before[0]))
+
     def _join(self, leaves: list[Any], structure: TreeSpec, visit: Visit) -> tuple[Segment, Recomputation]:
         """How the visit is computed again: with the one before if that hands over to it, or by itself."""
         before, segment = self._before or (None, None)
@@ -239,9 +269,8 @@ class Executor:
             before is not None
             and segment is not None
             and bool(segment.visits)
-            and before.block == visit.block - 1
             and self._plans[before.block].segment == self._plans[visit.block].segment
-            and bool(find_links(leaves, before))
+            and self._is_handed_over(leaves, visit.block)
         )
         if segment is None or not joins:
             before = None
@@ -342,6 +371,10 @@ class _Open:
     """``None``: it is left alone."""
     segment: Segment | None
     recomputation: Recomputation | None
+
+
+def _load(packed: Packed) -> Tensor:
+    return packed.load()
 
 
 def _reach(reach: Callable[[Point], None], point: Point, gradients: Any) -> None:

@@ -27,13 +27,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, BlockPlan, Point
 from virtualflow.memory.activations.blocks import Named, find_blocks
 from virtualflow.memory.activations.copies import Copies, open_copies
 from virtualflow.memory.activations.executor import Divided, Executor
-from virtualflow.memory.activations.ledger import key_of
+from virtualflow.memory.activations.ledger import Kept, Packed, key_of
 from virtualflow.memory.activations.live_bytes import Peaks, count_peaks
 from virtualflow.memory.activations.visits import Visit, all_here
 from virtualflow.memory.settings import SMALL_BUFFER, ActivationSettings
@@ -61,11 +62,51 @@ class _Seen:
     backward_workspace: int | None = None
     output: int = 0
     """Bytes that it has saved of its outputs."""
+    joins: bool = False
+    ahead: int = 0
+    """Gradients in the pass back through what was saved outside of blocks right before it."""
 
     @property
     def overhead(self) -> float:
         """What it took to compute the block again, beyond its forward pass; 0 if it was not."""
         return self.again + self.beside - self.forward if self.again else 0.0
+
+
+class _Outside:
+    """Storages of what autograd has saved outside of blocks, each once, as long as it needs them."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+        self._times: dict[int, int] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._times
+
+    def add(self, key: int, size: int) -> None:
+        self._times[key] = self._times.get(key, 0) + 1
+        if self._times[key] == 1:
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+
+    def remove(self, key: int, size: int) -> None:
+        self._times[key] -= 1
+        if not self._times[key]:
+            del self._times[key]
+            self.bytes -= size
+
+
+class _Held(Kept):
+    """A tensor that autograd has saved outside of blocks."""
+
+    __slots__ = ("_known", "_outside")
+
+    def __init__(self, tensor: Tensor, outside: _Outside) -> None:
+        super().__init__(tensor)
+        self._outside, self._known = outside, (key_of(tensor), tensor.untyped_storage().nbytes())
+        outside.add(*self._known)
+
+    def __del__(self) -> None:
+        self._outside.remove(*self._known)
 
 
 @dataclass
@@ -77,6 +118,21 @@ class _MicroBatch:
     """What enters a second block; blocks are numbered as among all."""
     left: int = 0
     """Bytes that blocks have saved of outputs that no block gets."""
+    outside: _Outside = field(default_factory=_Outside)
+    before: int = 0
+    """Bytes of these when the last block began, so that they are there as long as blocks run,"""
+    largest: int = 0
+    """and the largest storage that was saved since."""
+
+    @property
+    def gradients(self) -> int:
+        """The most at a time in the pass back through what was saved since: two, none larger than the largest of it."""
+        return 2 * self.largest
+
+    @property
+    def behind(self) -> int:
+        """The most that what follows the blocks needs at a time, while they wait for it."""
+        return self.outside.peak - self.before + self.gradients
 
 
 class Probe:
@@ -133,8 +189,11 @@ class Probe:
 
     # --- what an executor tells ---------------------------------------------------------------------------------------
 
-    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
+    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any, *, joins: bool) -> None:
         seen, boundary = self._now.blocks[visit.block], {}
+        seen.joins = joins
+        seen.ahead = max(seen.ahead, self._now.gradients)
+        self._now.before, self._now.largest = self._now.outside.bytes, 0
         later: dict[int, tuple[int, int]] = {}
         for place, tensor in enumerate(inputs):
             key, size = key_of(tensor), tensor.untyped_storage().nbytes()
@@ -145,7 +204,7 @@ class Probe:
                 else:
                     boundary[key] = size
                     self._entering[key] = ref(tensor), visit.block
-            elif key not in visit.permanent:
+            elif key not in visit.permanent and key not in self._now.outside:
                 self._now.inputs[key] = size
         seen.boundary += sum(boundary.values())
         for key, size in self._handed.items():
@@ -155,7 +214,9 @@ class Probe:
         if self._count and not self._measured:
             divided = self._divided
             memory = None if divided is None else divided.memory()
-            with all_here(visit.module) if divided is None else divided.gathered(visit.module):
+            gathered = all_here(visit.module) if divided is None else divided.gathered(visit.module)
+            # What this one more call saves is not outside of blocks, and gone at once.
+            with gathered, saved_tensors_hooks(_as_it_is, _as_it_is):
                 seen.peaks = count_peaks(visit.module, arguments, options, self._device, memory)
         for key, (place, size) in later.items():
             self._note_skip(key, size, visit.block, size if seen.peaks is None else seen.peaks.gradients[place])
@@ -169,7 +230,17 @@ class Probe:
             self._now.left += size
             return
         gradient = max(gradient, known.gradient_bytes if known is not None else 0)
+        size = 0 if key in self._now.outside else size
         self._now.skips[key] = SkipProfile(first, block, size, gradient)
+
+    def outside(self, tensor: Tensor) -> Packed:
+        key = key_of(tensor)
+        if key in self._now.inputs:
+            return Kept(tensor)
+        self._handed.pop(key, None)
+        if tensor.is_floating_point():
+            self._now.largest = max(self._now.largest, tensor.untyped_storage().nbytes())
+        return _Held(tensor, self._now.outside)
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
         _, took = self._timed(partial(self._hold, visit, tensor))
@@ -275,6 +346,7 @@ class Probe:
         """
         timed = self._measured[warm_up:] or self._measured
         rows = []
+        behind = max(each.behind for each in self._measured)
         for block in self.ran:
             name, module = self._blocks[block]
             parameters = list(module.parameters())
@@ -294,20 +366,25 @@ class Probe:
                     boundary_bytes=most(lambda seen: seen.boundary),
                     parameter_bytes=sum(parameter.nbytes for parameter in parameters),
                     gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-                    workspace_bytes=most(lambda seen: seen.workspace),
+                    workspace_bytes=max(most(lambda seen: seen.workspace), behind if block == self.ran[-1] else 0),
                     backward_workspace_bytes=self._backward_workspace(block),
                     output_bytes=most(lambda seen: seen.output),
                     overhead_seconds=max(0.0, statistics.median(each.blocks[block].overhead for each in timed)),
+                    joins=all(each.blocks[block].joins for each in self._measured),
                 )
             )
-        other = max(sum(each.inputs.values()) + each.left for each in self._measured)
+        other = max(sum(each.inputs.values()) + each.left + each.before for each in self._measured)
         return ChainSize(micro_batch, tuple(rows), other, self._skips())
 
     def _backward_workspace(self, block: int) -> int:
-        """As counted; if it was not, the outputs that are still needed are known."""
+        """As counted; if it was not, the outputs that are still needed are known.
+
+        What is outside right before it has its turn when what the block has saved is gone.
+        """
         seen = [each.blocks[block] for each in self._measured]
         counted = [each.backward_workspace for each in seen if each.backward_workspace is not None]
-        return max(counted, default=max(each.output for each in seen))
+        inside = max(counted, default=max(each.output for each in seen))
+        return max(inside, *(each.ahead - each.saved for each in seen))
 
     def _skips(self) -> tuple[SkipProfile, ...]:
         """The most bytes from a block to a later one, in any micro-batch; numbered as among those that have run."""
@@ -344,6 +421,10 @@ class Probe:
     def sum_bytes(self, precision: Precision) -> int:
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return sum(parameter.numel() * precision.of(parameter.dtype).itemsize for parameter in trained)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float, float]:

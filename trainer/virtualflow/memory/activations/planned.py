@@ -56,8 +56,8 @@ class Memory:
             needed.
         activations: ``"auto"``: for each block of the model what makes steps shortest within this memory. ``"keep"``,
             ``"recompute"`` or ``"swap"``: the same for all blocks, refused if it does not fit.
-        blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
-            ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children.
+        blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, those
+            of an ``nn.ModuleList`` or ``nn.Sequential`` that cut the model best, and others of the same class.
         optimizer: ``"host"``: its state is in the host's memory, and it steps there. That may round otherwise than the
             device does, so it is the same in all workers, for a job's life. It changes nothing where a device has no
             memory of its own, like the CPU.
@@ -206,6 +206,12 @@ class Activations:
         self._probe.begin_micro_batch()
 
     def end(self, size: int) -> None:
+        """A pass is over.
+
+        Args:
+            size: its samples; 0 if it did not go through all blocks, so that it shows nothing.
+        """
+        self.executor.end()
         if self.plan is None and size == self._micro_batch:
             self._probe.end_micro_batch()
 
