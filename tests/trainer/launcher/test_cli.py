@@ -456,7 +456,12 @@ def test_an_exception_in_a_step_fails_the_job_with_one_traceback(command_line: C
     assert code == 1
     assert err.count("Traceback (most recent call last)") == 1
     assert err.count('raise RuntimeError("the data ran sour")') == 1
-    assert err.splitlines()[-1].startswith("virtualflow: the job failed: RuntimeError: the data ran sour")
+    lines = err.splitlines()
+    reason = "virtualflow: the job failed: RuntimeError: the data ran sour"
+    (told,) = [number for number, line in enumerate(lines) if line.startswith(reason)]
+    # What is left is said of steps that the coordinator has heard of, and a job that fails so early may be quicker.
+    left = "virtualflow: without --checkpoint-dir no checkpoint was written: the next run starts from step 1"
+    assert lines[told + 1 :] in ([], [left])
     assert command_line.leftovers() == []
 
 
