@@ -295,14 +295,19 @@ def connect(context: Context) -> None:
 
 
 def _open_source(request: Request, orders: Orders | None, resources: ExitStack) -> Source:
-    options = request.options
+    options, dataset = request.options, request.dataset
+    drop_last = options.drop_last
+    if request.environment.profile_out is not None:
+        # A short batch is no measure of a step, and may be one that the script cannot train on.
+        known = len(dataset) if orders is None and hasattr(dataset, "__len__") else 0
+        drop_last |= (known if orders is None else orders.length) >= options.batch_size
     source = open_source(
-        request.dataset,
+        dataset,
         batch_size=options.batch_size,
         virtual_nodes=request.virtual_nodes,
         seed=options.seed,
         shuffle=options.shuffle,
-        drop_last=options.drop_last,
+        drop_last=drop_last,
         epochs=options.epochs,
         options=options.loader,
         orders=orders,
