@@ -181,6 +181,14 @@ def test_devices_of_one_name_are_told_apart_by_the_names_of_their_files(capsys: 
     assert (whole["virtual_nodes"], third["virtual_nodes"]) == ([6], [2])
 
 
+def test_whose_update_was_not_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seconds in (("v100", 0.1), ("t4", None)):
+        measured = msgspec.structs.replace(profile(name, 1.0, chain=False), step_seconds=seconds)
+        Path(f"{name}-beside.json").write_bytes(encode(measured))
+    found = answer(capsys, "v100-beside.json", "t4-beside.json", "--devices", "V100,T4")
+    assert found["advice"]["reason"].endswith("; what T4 takes beside micro-batches was not measured")
+
+
 def test_the_update_and_the_exchange_are_part_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     for name, slowness in (("v100", 1.0), ("t4", 3.0)):
         whole = profile(name, slowness, chain=False)

@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,10 @@ def answer_for(profiles: Sequence[DeviceProfile], files: Sequence[Path], argumen
     if not kinds:
         raise ConfigurationError("; ".join(left_out))
     advice = advise(virtual_nodes, kinds, _network(list(found.values()), arguments.bandwidth))
+    unknown = [kind.name for kind in kinds if found[kind.name].step_seconds is None]
+    if unknown:
+        reason = f"{advice.reason}; what {' and '.join(unknown)} takes beside micro-batches was not measured"
+        advice = replace(advice, reason=reason)
     return PlanAnswer(tuple(memory), advice, tuple(left_out))
 
 
