@@ -152,6 +152,10 @@ def test_an_exchange_takes_as_long_as_the_bytes_of_the_worker_that_moves_the_mos
     assert Network(1_000, 500).seconds(given) == pytest.approx(2 * sums)
 
 
+def test_a_worker_that_sums_in_its_own_order_sends_one_sum_whatever_its_range() -> None:
+    assert Network(1_000, 500, by_tree=False).seconds([5, 3]) == Network(1_000, 500).seconds([4, 4])
+
+
 def test_a_device_that_brings_less_than_its_exchange_takes_is_left_out() -> None:
     kinds = [device("one", 2, 1.0)]
     assert advise(8, kinds).best.devices == 2

@@ -254,7 +254,8 @@ def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Networ
             f"--bandwidth: the profile of {profiles[0].device} is an old one, which says nothing of the gradients' "
             "bytes; measure it anew with virtualflow profile"
         )
-    return Network(gradients, parse_bandwidth(bandwidth))
+    by_tree = all(profile.reproducibility == "bitwise" for profile in profiles)
+    return Network(gradients, parse_bandwidth(bandwidth), by_tree)
 
 
 def parse_bandwidth(text: str) -> float:

@@ -60,6 +60,8 @@ class Network:
     """A sum of all gradients."""
     bytes_per_second: float
     """That a worker sends, and receives meanwhile."""
+    by_tree: bool = True
+    """Whether sums have the shape of the tree; a worker of a ``statistical`` job has one sum."""
 
     def seconds(self, given: Sequence[int]) -> float:
         """An exchange by slices, none of it hidden beside the backward pass, without latency.
@@ -72,7 +74,7 @@ class Network:
         """
         workers, nodes = len(given), sum(given)
         ranges = pairwise(accumulate(given, initial=0))
-        rows = [len(subtrees(nodes, range(first, end))) for first, end in ranges]
+        rows = [len(subtrees(nodes, range(first, end))) if self.by_tree else 1 for first, end in ranges]
         out = max(max(own * (workers - 1), sum(rows) - own) for own in rows)
         return (out + workers - 1) / workers * self.gradient_bytes / self.bytes_per_second
 
