@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from counted_memory import CountedMemory, There
+from counted_memory import CountedMemory
 from elastic_jobs import ElasticJob, alone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,39 +88,19 @@ def test_on_the_cpu_all_sums_stay_where_they_are_unless_a_directory_is_named(tmp
     assert isinstance(planned.memory, FileMemory)
 
 
-class Recorded:
-    """Memory that notes how many bytes have been asked for."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def store(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def bring(self, tensor: Tensor) -> There:
-        self.asked += tensor.nbytes
-        return There(tensor)
-
-    def write(self, source: Tensor, target: Tensor) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("ahead", [1, 4_000, 9_000, 1 << 20])
 def test_no_more_comes_back_ahead_than_is_said_but_one_tensor(ahead: int) -> None:
     sums: list[list[Tensor | None]] = [[torch.zeros(size) for size in (700, 300, 1_100)] for _ in range(3)]
-    memory = Recorded()
+    memory = CountedMemory()
     fetch = Fetch(Offload(memory, 2, ahead), [(tensors, {0, 1, 2}) for tensors in sums])
     taken = 0
     for place in (2, 1, 0):
         for tensors in sums:
-            assert 0 < memory.asked - taken <= max(ahead, 4_400)
+            assert 0 < memory.brought - taken <= max(ahead, 4_400)
             found = fetch.take(tensors, place)
             assert found is not None
             taken += found.nbytes
-    assert memory.asked == taken == 3 * 8_400
+    assert memory.brought == taken == 3 * 8_400
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
