@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import DeviceType, Network, advise, costs, divide
+from virtualflow.memory import DeviceType, Interconnect, advise, costs, divide
 from virtualflow.memory.devices import WORTH
 
 
@@ -149,17 +149,17 @@ def test_what_a_step_takes_beside_its_micro_batches_counts_once_on_each_device()
 def test_an_exchange_takes_as_long_as_the_bytes_of_the_worker_that_moves_the_most(
     given: list[int], sums: float
 ) -> None:
-    assert Network(1_000, 500).seconds(given) == pytest.approx(2 * sums)
+    assert Interconnect(1_000, 500).seconds(given) == pytest.approx(2 * sums)
 
 
 def test_a_worker_that_sums_in_its_own_order_sends_one_sum_whatever_its_range() -> None:
-    assert Network(1_000, 500, by_tree=False).seconds([5, 3]) == Network(1_000, 500).seconds([4, 4])
+    assert Interconnect(1_000, 500, by_tree=False).seconds([5, 3]) == Interconnect(1_000, 500).seconds([4, 4])
 
 
 def test_a_device_that_brings_less_than_its_exchange_takes_is_left_out() -> None:
     kinds = [device("one", 2, 1.0)]
     assert advise(8, kinds).best.devices == 2
-    slow = advise(8, kinds, Network(1_000, 200))
+    slow = advise(8, kinds, Interconnect(1_000, 200))
     assert (slow.best.devices, slow.best.seconds, slow.best.exchange) == (1, 8.0, 0.0)
     assert slow.everything is not None
     assert (slow.everything.seconds, slow.everything.exchange) == (9.0, 5.0)

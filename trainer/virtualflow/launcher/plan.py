@@ -33,7 +33,7 @@ from virtualflow.memory import (
     Division,
     DoesNotFit,
     Fit,
-    Network,
+    Interconnect,
     Plan,
     ShardedFit,
     Timeline,
@@ -245,7 +245,7 @@ def answer_for(profiles: Sequence[DeviceProfile], files: Sequence[Path], argumen
     return PlanAnswer(tuple(memory), advice, tuple(left_out))
 
 
-def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Network | None:
+def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Interconnect | None:
     if bandwidth is None:
         return None
     gradients = max(profile.gradient_bytes for profile in profiles)
@@ -255,7 +255,7 @@ def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Networ
             "bytes; measure it anew with virtualflow profile"
         )
     by_tree = all(profile.reproducibility == "bitwise" for profile in profiles)
-    return Network(gradients, parse_bandwidth(bandwidth), by_tree)
+    return Interconnect(gradients, parse_bandwidth(bandwidth), by_tree)
 
 
 def parse_bandwidth(text: str) -> float:

@@ -10,7 +10,7 @@ model.
 """
 
 from virtualflow.errors import DoesNotFit
-from virtualflow.memory.devices import Advice, DeviceType, Division, Network, advise, costs, divide
+from virtualflow.memory.devices import Advice, DeviceType, Division, Interconnect, advise, costs, divide
 from virtualflow.memory.fitting import Fit, fit, profile_for, what_fits
 from virtualflow.memory.model import Action, Block, BlockPlan, Budget, Plan, Point, Profile, Skip, Span, Timeline, Wait
 from virtualflow.memory.planner import Planner, plan

@@ -53,7 +53,7 @@ class DeviceType:
 
 
 @dataclass(frozen=True)
-class Network:
+class Interconnect:
     """What gradients travel over."""
 
     gradient_bytes: int
@@ -150,7 +150,7 @@ def divide(virtual_nodes: int, devices: Sequence[DeviceType]) -> Division:
     return _divide(virtual_nodes, [(device, costs(device, virtual_nodes)) for device in devices])
 
 
-def advise(virtual_nodes: int, devices: Sequence[DeviceType], network: Network | None = None) -> Advice:
+def advise(virtual_nodes: int, devices: Sequence[DeviceType], network: Interconnect | None = None) -> Advice:
     """Which of these devices shorten the step, with the division over them.
 
     Of all sets the fastest counts, and of those as fast, but for ``WORTH``, that of the fewest devices.
