@@ -115,6 +115,8 @@ class Kubelet:
         self.unmounted: set[str] = set()
         """Jobs whose workers' volumes are not mounted."""
         self.unschedulable: Callable[[Object], bool] = lambda _: False
+        self.undelivered = False
+        """Whether Secrets that change do not reach pods that run: a kubelet takes a minute for that."""
         self.dead_nodes: set[str] = set()
         self.cut_off: set[str] = set()
         """Pods that reach no coordinator any more."""
@@ -192,6 +194,13 @@ class Kubelet:
                 own = pod["metadata"]
                 asyncio.get_running_loop().call_soon(self._look, own["namespace"], own["name"], own["uid"])
 
+    def deliver(self) -> None:
+        """Let pods that run have the Secrets that have changed meanwhile, and will change."""
+        self.undelivered = False
+        for pod in self.server.all(PODS):
+            own = pod["metadata"]
+            self._look(own["namespace"], own["name"], own["uid"])
+
     def _look(self, namespace: str, name: str, uid: str) -> None:
         pod = self.server.find(PODS, namespace, name)
         if pod is None or pod["metadata"]["uid"] != uid:
@@ -216,7 +225,7 @@ class Kubelet:
             if credential is not None:
                 self._starting.add(uid)
                 self._spawn(self._begin(pod, credential))
-        elif uid in self._starting and _volumes(pod):
+        elif uid in self._starting and _volumes(pod) and not self.undelivered:
             self._mount(pod)  # its Secret may be another one by now
 
     def _demanded(self, pod: Object, name: str) -> bool:

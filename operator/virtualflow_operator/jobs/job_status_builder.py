@@ -5,7 +5,7 @@ Pure. Nothing here depends on anything that changes by itself, so that a job in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from virtualflow.protocol.wording import printable
 from virtualflow_operator import reasons
 from virtualflow_operator.api import (
     ANY_KIND,
-    CoordinatorLink,
     EndedRun,
     JobStatus,
     LastChange,
@@ -30,7 +29,7 @@ from virtualflow_operator.api import (
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs.conditions import Aspect, shown_loss, training_health, with_conditions
 from virtualflow_operator.jobs.coordinators import unheard
-from virtualflow_operator.jobs.identities import describe_late_renewal
+from virtualflow_operator.jobs.identities import describe_late_renewal, in_plaintext
 from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited, refused_creation, refused_template
 from virtualflow_operator.jobs.pod_classification import PodClassification
@@ -71,7 +70,7 @@ def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = N
         status,
         facts.job.generation,
         facts.now,
-        _ready(facts.link, begun, ready, spec.least, unheard(facts)),
+        _ready(facts, begun, ready),
         _progressing(facts, status, plan, begun),
         _degraded(facts, status, ready, begun),
         *training_health(status, remote),
@@ -186,7 +185,8 @@ def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
     )
 
 
-def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, unheard: Sequence[str]) -> Aspect:
+def _ready(facts: JobFacts, begun: bool, ready: int) -> Aspect:
+    link, minimum = facts.link, facts.spec.least
     if link is not None and link.incompatible:
         message = (
             f"The operator cannot talk to the coordinator ({link.refused}); workers that train go on. Suspended and "
@@ -194,10 +194,12 @@ def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, 
         )
         return ("Ready", "Unknown", reasons.PROTOCOL_MISMATCH, message)
     if link is not None and link.refused:
-        message = (
-            f"The coordinator does not talk to the operator ({link.refused}): give the operator its former key back, "
-            "or suspend the job and resume it."
+        way_out = (
+            "give the operator its former key back, or suspend the job and resume it."
+            if in_plaintext(facts)
+            else "if the operator has another key, the pods get certificates by it, and all talk again in some minutes."
         )
+        message = f"The coordinator does not talk to the operator ({link.refused}): {way_out}"
         return ("Ready", "Unknown", reasons.TOKEN_REFUSED, message)
     if link is not None and link.misbehaves and not link.connected:
         message = (
@@ -214,8 +216,9 @@ def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, 
     if begun and ready >= minimum:
         return ("Ready", "True", reasons.TRAINING, "Workers are training.")
     message = f"Waiting for workers; training begins with {minimum} of them."
-    if unheard and not begun:
-        names = ", ".join(unheard[:8])
+    awaited = unheard(facts)
+    if awaited and not begun:
+        names = ", ".join(awaited[:8])
         message = (
             f"A new coordinator waits for workers that may still train, until they reach it or have ended: {names}."
         )

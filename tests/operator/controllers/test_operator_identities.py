@@ -251,7 +251,9 @@ def test_the_operators_key_is_replaced_in_three_steps_under_a_job_that_trains(tm
 
 
 @pytest.mark.slow
-def test_with_another_key_at_once_the_operator_is_refused_and_says_so(tmp_path: Path) -> None:
+def test_with_another_key_at_once_the_operator_is_refused_until_the_pods_have_certificates_by_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "second").write_text("another key, which is long enough to be one")
 
     async def story(stage: Stage) -> None:
@@ -259,9 +261,17 @@ def test_with_another_key_at_once_the_operator_is_refused_and_says_so(tmp_path: 
         stage.apply("digits")
         await stage.until(lambda: stage.trains("digits"))
         process.kill()
-        await stage.replace(process, f"--key-file={tmp_path / 'second'}", f"--other-key-file={tmp_path / 'none'}")
+        stage.kubelet.undelivered = True
+        flags = [f"--key-file={tmp_path / 'second'}", f"--other-key-file={tmp_path / 'none'}"]
+        await stage.replace(process, *flags, refused_retry=0.5)
         await stage.until(lambda: stage.condition("digits", "Ready").get("reason") == "TokenRefused")
         assert "is not the coordinator of this job" in stage.condition("digits", "Ready")["message"]
+        stage.kubelet.deliver()
+        await stage.until(lambda: stage.trains("digits"))
+        stage.change("digits", replicas=3)
+        await stage.until(lambda: stage.trains("digits", 3))
+        assert stage.status("digits")["certificates"]["keys"] == [fingerprint((tmp_path / "second").read_bytes())]
+        assert stage.status("digits").get("repeatedSteps", 0) == 0
 
     play(tmp_path, story)
 

@@ -355,13 +355,18 @@ def test_a_job_that_cannot_start_is_not_as_wanted(stage: Stage, reason: str) -> 
     assert reason_of(stage.decide(), "Degraded") == ("True", reason)
 
 
-def test_a_coordinator_that_refuses_the_operator_is_said_so() -> None:
+@pytest.mark.parametrize(
+    ("plaintext", "way_out"), [(True, "its former key back, or suspend"), (False, "the pods get certificates by it")]
+)
+def test_a_coordinator_that_refuses_the_operator_is_said_so_and_what_ends_that(plaintext: bool, way_out: str) -> None:
     stage = training()
     assert stage.link is not None
+    stage.raw["status"]["plaintext"] = plaintext
     stage.link = dataclasses.replace(stage.link, connected=False, refused="the token is another job's")
     plan = stage.decide(NOW - 45)
     assert reason_of(plan, "Ready") == ("Unknown", reasons.TOKEN_REFUSED)
     assert "another job's" in message_of(plan, "Ready")
+    assert way_out in message_of(plan, "Ready")
 
 
 def test_a_coordinator_of_a_version_too_far_away_is_said_so() -> None:
