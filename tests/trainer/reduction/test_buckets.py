@@ -16,7 +16,7 @@ from virtualflow.coordinator.assignment import assign
 from virtualflow.reduction.accumulation import CanonicalSummation
 from virtualflow.reduction.bucket_exchange import place_rows
 from virtualflow.reduction.buckets import Bucket, Keys, Reach, divide_sums, level, plan_buckets, rows_of
-from virtualflow.reduction.schedule import Way
+from virtualflow.reduction.schedule import Shape, Way
 from virtualflow.reduction.traffic import planned_bytes
 from virtualflow.step.partial_backward import BlockCosts, PartialBackward
 
@@ -81,6 +81,12 @@ def test_no_more_travels_than_for_equal_pieces_and_nobody_moves_more_than_for_wh
     equal = moved(plan(keys, reach, numels, limit, divide=False), len(keys))
     whole = moved(plan(keys, None, numels, limit), len(keys))
     rounding = ALIGNMENT * 17 * len(numels) * len(keys)
+    for bucket in plan(keys, reach, numels, limit):
+        pieces = tuple(piece * bucket.dtype.itemsize for piece in bucket.pieces)
+        shape = Shape(bucket.total * bucket.dtype.itemsize, bucket.counts, pieces=pieces)
+        for either in Way:
+            sent = sum(planned_bytes(bucket, either, None, rank)[0] for rank in range(len(keys)))
+            assert shape.sent(either) == pytest.approx(sent, abs=rounding)
     assert sum(sent for sent, _ in divided) == sum(received for _, received in divided)
     assert sum(sent for sent, _ in divided) <= sum(sent for sent, _ in equal) + rounding
     for way in (0, 1):

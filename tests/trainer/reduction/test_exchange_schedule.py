@@ -94,6 +94,22 @@ def test_the_way_follows_from_bytes_workers_and_rows(shape: Shape, way: Way) -> 
     assert "assumed" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        pytest.param(Shape(1_000, (2, 2, 2)), Way.WHOLE, id="whole passes, by latency"),
+        pytest.param(Shape(1_000, (2, 2, 1), pieces=(500, 500, 0)), Way.SLICES, id="most of them"),
+        pytest.param(Shape(1_000, (1, 1, 0), pieces=(500, 500, 0)), Way.SLICES, id="of two workers"),
+        pytest.param(Shape(1_000, (1, 0, 0), pieces=(1_000, 0, 0)), Way.WHOLE, id="of one, who sends it to all"),
+        pytest.param(Shape(1_000, (2, 2, 1), 1_000, (500, 500, 0)), Way.WHOLE, id="of which slices go to their owners"),
+    ],
+)
+def test_where_backward_passes_end_early_nothing_is_gathered_that_sends_more(shape: Shape, way: Way) -> None:
+    choice = choose(shape)
+    assert choice.way is way
+    assert ("to send less" in choice.reason) == (way is Way.SLICES)
+
+
 def test_what_would_take_much_memory_is_not_gathered_by_choice() -> None:
     fast = Network(latency=1e-5, byte=1e-12, add_byte=1e-12)
     for size, way in ((1 << 20, Way.WHOLE), (1 << 22, Way.SLICES)):

@@ -47,7 +47,16 @@ class Shape:
     delivered: int | None = None
     """Bytes of the sums that come to whoever gets most of them from others, where they do not come to all."""
     pieces: tuple[int, ...] = ()
-    """Bytes of one sum that each worker adds up; empty: all about as many."""
+    """Bytes of one sum that each worker adds up, where backward passes end early; empty: all about as many."""
+
+    def sent(self, way: Way) -> float:
+        """Bytes that all workers together send where the whole sum comes to each of them."""
+        workers, rows = len(self.rows), sum(self.rows)
+        if way is Way.WHOLE:
+            return float(self.size * rows * (workers - 1))
+        pieces = self.pieces or (self.size / workers,) * workers
+        out = math.fsum(own * (self.size - piece) for own, piece in zip(self.rows, pieces, strict=True))
+        return out + self.size * (workers - 1)
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,9 @@ def _choose_way(shape: Shape, terms: Terms, settings: ReductionSettings) -> Choi
     if wanted == "auto" and gathered > settings.most_gathered:
         best = Way.SLICES
         reason = f"gathered, the sums of all workers would take {gathered / 2**20:.0f} MiB of memory at each of them"
+    elif wanted == "auto" and _saves_by_slices(shape):
+        best = Way.SLICES
+        reason = "backward passes end early to send less, and sums that are gathered send more"
     elif wanted == "auto":
         # The fewest trips where both take as long.
         best = min(Way, key=lambda way: (seconds[way], way is Way.SLICES))
@@ -96,6 +108,11 @@ def _choose_way(shape: Shape, terms: Terms, settings: ReductionSettings) -> Choi
     else:
         best, reason = Way(wanted), f"asked for: vf.Exchange(algorithm={wanted!r})"
     return Choice(best, seconds[best], reason, tuple((str(way), took) for way, took in seconds.items()))
+
+
+def _saves_by_slices(shape: Shape) -> bool:
+    """Whether backward passes end early, and a gather would send bytes that this saves."""
+    return bool(shape.pieces) and shape.delivered is None and shape.sent(Way.WHOLE) > shape.sent(Way.SLICES)
 
 
 def _why_not_early(saved: float, final: bool, exchange: Exchange, settings: ReductionSettings) -> str:
