@@ -7,6 +7,9 @@ less on another make, the one of which the profiles expect most.
 
 A quota is granted anew each ``PERIOD``. A worker that has used it up when a message comes answers in the next one, so
 an exchange takes some periods, which no plan knows. The 100 ms of a container's quota would make that 20 times as long.
+
+A core of a shared machine is not as fast now as in a minute. So the same mixes are also *played*: a device waits a
+fixed time for each virtual node and computes next to nothing. This shows the plan without the machine's moods.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ STEPS, SKIPPED = 15, 3
 GROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD = 5_000
 """Microseconds; the kernel grants at least 1,000 of them."""
+WAIT, PLAYED_SAMPLES = 0.03, 2
+"""Seconds that a played device as fast as a whole core waits for a virtual node, and samples of that."""
 
 
 @dataclass(frozen=True)
@@ -81,41 +86,49 @@ def train(args: argparse.Namespace) -> None:
     number = args.number
     if number is None:
         number = int(os.environ["VIRTUALFLOW_WORKER"].rsplit("-", 1)[-1])
-    group = args.groups / str(number)
-    group.mkdir(exist_ok=True)
-    (group / "cpu.cfs_period_us").write_text(str(PERIOD))
-    (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD * args.quotas[number])))
-
-    def enter(group: Path) -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
+    groups = [args.groups / str(each) for each in range(len(args.devices))] if args.groups is not None else None
+    wait = WAIT / args.devices[number] if groups is None else 0.0
+    size = PLAYED_SAMPLES if groups is None else SAMPLES
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
         nn.Flatten(), nn.Linear(8 * 7 * 7, 10),
     )  # fmt: skip
-    samples = 2 * VIRTUAL_NODES * SAMPLES  # of which no step is shorter
+    batch = VIRTUAL_NODES * size
+    samples = 2 * batch  # of which no step is shorter
     data = torch.utils.data.TensorDataset(torch.randn(samples, 1, 28, 28), torch.randint(10, (samples,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if args.profiles is not None:
         given_split.take(args.profiles, number)
     ends: list[float] = []
-    batch = VIRTUAL_NODES * SAMPLES
-    try:
-        with vf.elastic(
-            model, optimizer, data, batch_size=batch, virtual_nodes=VIRTUAL_NODES, steps=SKIPPED + STEPS
-        ) as run:
-            for step in run:
-                if step.number == 1:  # all that comes before takes no part of it
-                    enter(group)
-                    meet([args.groups / str(each) for each in range(len(args.quotas))])
-                carried = 0
-                for x, y in step:
-                    F.cross_entropy(model(x), y).backward()
-                    carried += 1
-                ends.append(time.monotonic())
-            (args.times / f"{number}.json").write_text(json.dumps({"carried": carried, "ends": ends}))
-    finally:
-        enter(GROUPS)
+    with (
+        contextlib.ExitStack() as stack,
+        vf.elastic(model, optimizer, data, batch_size=batch, virtual_nodes=VIRTUAL_NODES, steps=SKIPPED + STEPS) as run,
+    ):
+        for step in run:
+            if step.number == 1 and groups is not None:  # all that comes before takes no part of it
+                stack.callback(enter, GROUPS)
+                restrict(groups[number], args.devices[number])
+                meet(groups)
+            carried = 0
+            for x, y in step:
+                time.sleep(wait)
+                F.cross_entropy(model(x), y).backward()
+                carried += 1
+            ends.append(time.monotonic())
+        (args.times / f"{number}.json").write_text(json.dumps({"carried": carried, "ends": ends}))
+
+
+def restrict(group: Path, cores: float) -> None:
+    """Give this process a part of a core from now on."""
+    group.mkdir(exist_ok=True)
+    (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+    (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD * cores)))
+    enter(group)
+
+
+def enter(group: Path) -> None:
+    """Count this process there."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def meet(groups: Sequence[Path]) -> None:
@@ -127,7 +140,13 @@ def meet(groups: Sequence[Path]) -> None:
         time.sleep(0.01)
 
 
-def profile(groups: Path, devices: Sequence[float], profiles: Path) -> None:
+def script_of(groups: Path | None, devices: Sequence[float]) -> list[str]:
+    """What each device runs."""
+    of_groups = [] if groups is None else ["--groups", str(groups)]
+    return ["-m", "benchmarks.planned_devices", *of_groups, "--devices", ",".join(map(str, devices))]
+
+
+def profile(groups: Path | None, devices: Sequence[float], profiles: Path) -> None:
     """Measure the kinds of a mix, with as many processes as it has devices: cores are as busy as in the training.
 
     A core that stands still in between is slower when it goes on: alone, a tenth of a core took 8 ms of CPU time for
@@ -139,8 +158,7 @@ def profile(groups: Path, devices: Sequence[float], profiles: Path) -> None:
             alike = devices.index(kind) != number
             path = profiles / (f"{number}.json" if alike else file_of(kind))
             command = [sys.executable, "-m", "virtualflow", "profile", "--sizes", "1", "--out", str(path)]
-            command += ["-m", "benchmarks.planned_devices", "--groups", str(groups), "--number", str(number)]
-            command += ["--quotas", ",".join(map(str, devices))]
+            command += [*script_of(groups, devices), "--number", str(number)]
             log = stack.enter_context(path.with_suffix(".log").open("w+"))
             measuring.append((subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log), log))
         with running(*(process for process, _ in measuring)):
@@ -199,15 +217,14 @@ def neighbours(
     return sorted(found, key=lambda each: each[1])
 
 
-def run(groups: Path, devices: Sequence[float], counts: Sequence[int], profiles: Path) -> float:
+def run(groups: Path | None, devices: Sequence[float], counts: Sequence[int], profiles: Path) -> float:
     """Train with that split; the median seconds of a step."""
     with tempfile.TemporaryDirectory() as directory:
-        given_split.write_profiles(profiles / file_of(KINDS[0]), counts, Path(directory))
+        given_split.write_profiles(profiles / file_of(devices[0]), counts, Path(directory))
         times = Path(directory) / "times"
         times.mkdir()
-        script = ["-m", "benchmarks.planned_devices", "--groups", groups, "--quotas", ",".join(map(str, devices))]
-        script += ["--profiles", directory, "--times", times]
-        run_job("--workers", len(devices), "--virtual-nodes", VIRTUAL_NODES, *map(str, script))
+        script = [*script_of(groups, devices), "--profiles", directory, "--times", str(times)]
+        run_job("--workers", len(devices), "--virtual-nodes", VIRTUAL_NODES, *script)
         found = [json.loads((times / f"{number}.json").read_text()) for number in range(len(devices))]
     if [each["carried"] for each in found] != [*counts]:
         sys.exit(f"the split is {[each['carried'] for each in found]}, not {counts}")
@@ -215,19 +232,20 @@ def run(groups: Path, devices: Sequence[float], counts: Sequence[int], profiles:
     return statistics.median(after - before for before, after in pairwise(ends))
 
 
-def compare(groups: Path, devices: Sequence[float], profiles: Path) -> Row:
-    """Measure one mix."""
+def compare(groups: Path | None, devices: Sequence[float], profiles: Path) -> Row:
+    """Measure one mix; without ``groups``, of played devices."""
     profile(groups, devices, profiles)
     counts, seconds = plan(devices, profiles)
     known = [read_profile(profiles / file_of(kind)) for kind in devices]
     each, beside = [one.sizes[0].seconds for one in known], [one.step_seconds or 0.0 for one in known]
     other, expected = neighbours(counts, each, beside)[0]
     measured, neighbour = (run(groups, devices, one, profiles) for one in (counts, other))
+    samples = VIRTUAL_NODES * (PLAYED_SAMPLES if groups is None else SAMPLES)
     return Row(
         ", ".join(f"{kind:g}" for kind in devices),
         "/".join(map(str, counts)),
-        VIRTUAL_NODES * SAMPLES / seconds,
-        VIRTUAL_NODES * SAMPLES / measured,
+        samples / seconds,
+        samples / measured,
         seconds / measured,
         "/".join(map(str, other)),
         seconds / expected,
@@ -235,12 +253,13 @@ def compare(groups: Path, devices: Sequence[float], profiles: Path) -> Row:
     )
 
 
-def measure(groups: Path, profiles: Path, number: int) -> list[Row]:
-    """All mixes."""
+def measure(groups: Path | None, number: int) -> list[Row]:
+    """So many mixes; without ``groups``, of played devices."""
     print(f"{'cores':24}  {'split':10}  planned  measured  ratio  {'neighbour':10}  planned  measured")
     rows = []
     for devices in mixes(number):
-        rows.append(row := compare(groups, devices, profiles))
+        with tempfile.TemporaryDirectory() as profiles:
+            rows.append(row := compare(groups, devices, Path(profiles)))
         print(
             f"{row.devices:24}  {row.split:10}  {row.planned:7.0f}  {row.measured:8.0f}  {row.ratio:5.2f}  "
             f"{row.neighbour:10}  {row.neighbour_planned:7.2f}  {row.neighbour_measured:8.2f}",
@@ -255,12 +274,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two mixes")
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--groups", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--quotas", type=lambda text: [*map(float, text.split(","))], help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=lambda text: [*map(float, text.split(","))], help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--profiles", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.groups is not None:
+    if args.devices is not None:
         train(args)
         return
     if not os.access(GROUPS, os.W_OK):
@@ -269,14 +288,17 @@ def main() -> None:
         groups = GROUPS / f"virtualflow-{os.getpid()}"
         groups.mkdir()
         try:
-            with tempfile.TemporaryDirectory() as directory:
-                rows = measure(groups, Path(directory), 2 if args.quick else MIXES)
+            number = 2 if args.quick else MIXES
+            rows, played = (measure(place, number) for place in (groups, None))
         finally:
             for group in groups.iterdir():
                 if group.is_dir():
                     group.rmdir()
             groups.rmdir()
-        content = {"virtual_nodes": VIRTUAL_NODES, "rows": [asdict(row) for row in rows]}
+        content = {
+            "virtual_nodes": VIRTUAL_NODES,
+            "rows": [asdict(row) | {"played": asdict(other)} for row, other in zip(rows, played, strict=True)],
+        }
     if args.json is not None:
         args.json.write_text(json.dumps(content, indent=2) + "\n")
 

@@ -83,7 +83,9 @@ PLANNED_DEVICES = """\
 Devices are processes with a CPU quota, which is granted anew every 5 ms (containers: 100 ms). Before each random mix
 `virtualflow profile` measures its kinds, all devices at once. `virtualflow plan --devices` gives split and step. The
 mix trains with that split and with the *best neighbour*: the best split, by the profiles, that moves one virtual node.
-Below 1 in the last column, the planned split is faster. The model has 19 kB of gradients, and the plan no exchange."""
+Where that is below 1 over the planned split, the split is faster. The model has 19 kB of gradients, and the plan no
+exchange. *Played* devices wait a fixed time for each virtual node (30 ms over the same numbers) and compute next to
+nothing: they are as fast when the mix trains as when it was measured, which cores of a shared machine are not."""
 
 HETEROGENEOUS = """\
 Published throughputs of ResNet-50 training (sources: `benchmarks/heterogeneous.py`), 64 virtual nodes of 128 images
