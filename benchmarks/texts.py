@@ -15,7 +15,7 @@ of gradients the wire dominates; DistributedDataParallel overlaps it with its la
 
 EXCHANGE = """\
 Steps that do little but exchange. The default takes turns with every selectable schedule. Cells: milliseconds of the
-default, the best and the worst schedule; median ratio of default to best."""
+default, the best and the worst schedule; median ratio of default to best. *Late*: begun behind the backward pass."""
 
 INTEGRATIONS = """\
 CPU milliseconds of a step in the library's own loop and in the same loop made elastic; their ratio, with its 10 % to 90
@@ -82,10 +82,11 @@ that always has it. All weights are equal."""
 PLANNED_DEVICES = """\
 Devices are processes with a CPU quota, which is granted anew every 5 ms (containers: 100 ms). Before each random mix
 `virtualflow profile` measures its kinds, all devices at once. `virtualflow plan --devices` gives split and step. The
-mix trains with that split and with the *best neighbour*: the best split, by the profiles, that moves one virtual node.
-Where that is below 1 over the planned split, the split is faster. The model has 19 kB of gradients, and the plan no
-exchange. *Played* devices wait a fixed time for each virtual node (30 ms over the same numbers) and compute next to
-nothing: they are as fast when the mix trains as when it was measured, which cores of a shared machine are not."""
+mix trains with that split and with its *best neighbour*: of all splits that move one virtual node, the one that is the
+fastest by the profiles. *Over the split*: the neighbour's speed over the split's; below 1 the planned split is faster.
+The model has 18 kB of gradients, and the plan leaves out the exchange. *Played* devices wait a fixed time for each
+virtual node (30 ms divided by the number in the first column) and compute next to nothing. They are as fast when the
+mix trains as when it was measured, which cores of a shared machine are not."""
 
 HETEROGENEOUS = """\
 Published throughputs of ResNet-50 training (sources: `benchmarks/heterogeneous.py`), 64 virtual nodes of 128 images
