@@ -301,6 +301,10 @@ _MEMORY = (
     "a virtual node's micro-batch does not fit; use more virtual_nodes, which makes it smaller and leaves the batch "
     "as it is, or memory=vf.Memory(...) (virtualflow plan shows what would fit)"
 )
+_TORCH_FUNC = (
+    "vf.Memory looks in the first steps at what autograd saves, which torch refuses to functions of torch.func; leave "
+    "these out of the training loop, or memory= out of vf.elastic"
+)
 _FORKED = 'start loader processes anew instead of by fork: pass multiprocessing_context="spawn" to vf.elastic'
 
 _RANKS = "(?:RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)"
@@ -327,6 +331,7 @@ _TABLE = tuple(
         (rf"for [^\n]+ in [^\n]*\bstep\b[^\n]*{_CARETS}ValueError: (?:not enough|too many) values", _UNPACKING),
         (r"Expected more than 1 value per channel when training", _ONE_SAMPLE),
         (r"CUDA out of memory", _MEMORY),
+        (r"don't yet support saved tensor hooks", _TORCH_FUNC),
         (r"Cannot re-initialize CUDA in forked subprocess", _FORKED),
     )
 )

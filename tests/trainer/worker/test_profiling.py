@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import programs
 import virtualflow as vf
-from virtualflow.errors import ConfigurationError, Profiled
+from virtualflow.errors import ConfigurationError, Profiled, describe
 from virtualflow.protocol.device_profile import DeviceProfile, encode, read_profile
 from virtualflow.protocol.settings import ENV_PROFILE, ENV_PROFILE_OUT
 from virtualflow.worker import profiling
@@ -86,7 +86,7 @@ def test_a_script_is_measured_as_it_is_and_gets_behind_no_step(tmp_path: Path) -
     assert (chain.sum_bytes, chain.optimizer_bytes) == (gradients, 2 * gradients + 6 * 4), "AdamW's moments, and steps"
     assert chain.fixed_bytes == 2 * (4 * 2 * 32 + 8), "batch norm's buffers, and what a block is computed again from"
     assert chain.host_bytes == 0, "a CPU swaps nothing"
-    assert found.gradient_bytes == gradients
+    assert found.sum_bytes == gradients
     assert found.step_seconds is not None
     assert found.step_seconds > 0
     assert "beside its micro-batches" in out
@@ -178,7 +178,7 @@ def test_short_micro_batches_are_not_measured_and_whole_steps_come_last(dataset:
     sizes = [size for size, _ in seen[: trained.index(True) - 4]]  # the first whole step has the first weights, too
     assert set(sizes) == {4, 8, 16}
     assert sizes == sorted(sizes)
-    assert found.gradient_bytes == 4 * (3 + 1)
+    assert found.sum_bytes == 4 * (3 + 1)
     assert found.step_seconds is not None
 
 
@@ -236,7 +236,12 @@ def test_memory_that_is_used_up_ends_the_measurement_and_not_the_profile(tmp_pat
 
 
 @pytest.mark.usefixtures("short_samples")
-def test_memory_that_is_used_up_in_a_whole_step_costs_nothing_but_what_such_steps_take(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [MemoryError("as torch would say on a GPU"), ValueError("a batch that is too short")]
+)
+def test_an_error_in_a_whole_step_costs_nothing_but_what_such_steps_take(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def script() -> None:
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -246,12 +251,56 @@ def test_memory_that_is_used_up_in_a_whole_step_costs_nothing_but_what_such_step
             for step in run:
                 for (x,) in step:
                     if not torch.equal(model.weight, before):
-                        raise MemoryError("as torch would say on a GPU")
+                        raise error
                     model(x).square().mean().backward()
 
     found = measured(tmp_path / "p.json", script)
     assert [size.micro_batch for size in found.sizes] == [4, 8]
     assert (found.stopped, found.step_seconds) == ("all were measured", None)
+    assert f"is not in the profile: the script ended with {describe(error)}" in caplog.text
+
+
+@pytest.mark.usefixtures("short_samples")
+def test_a_loss_that_torch_has_without_hooks_only_costs_the_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = TensorDataset(torch.ones(8, 3))
+        with vf.elastic(model, optimizer, data, batch_size=8, steps=5, virtual_nodes=2) as run:
+            for step in run:
+                for (x,) in step:
+                    slope = torch.func.grad(lambda at: at.square().sum())(torch.ones(3))
+                    (model(x) * slope).square().mean().backward()
+
+    found = measured(tmp_path / "p.json", script)
+    assert found.chain is None
+    assert [size.micro_batch for size in found.sizes] == [4]
+    assert "saved tensor hooks" in found.blocks
+    assert "blocks and larger sizes are not in the profile: the script ended with" in caplog.text
+
+
+def test_a_script_that_looks_at_gradients_now_and_then_is_measured_through(tmp_path: Path) -> None:
+    """Steps in which a gradient is seen that was added up already are made again."""
+    looked = []
+
+    def script() -> None:
+        model = torch.nn.Linear(128, 128, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = TensorDataset(torch.ones(8, 128))
+        before = model.weight.detach().clone()
+        with vf.elastic(model, optimizer, data, batch_size=8, steps=99, virtual_nodes=2) as run:
+            for step in run:
+                for count, (x,) in enumerate(step):
+                    model(x).square().mean().backward()
+                    if count % 7 == 0 and not torch.equal(model.weight, before):
+                        assert model.weight.grad is not None
+                        looked.append(float(model.weight.grad.norm()))
+
+    found = measured(tmp_path / "p.json", script)
+    assert len(looked) > 2
+    assert found.step_seconds is not None
 
 
 @pytest.mark.usefixtures("short_samples")

@@ -186,13 +186,14 @@ def test_whose_update_was_not_measured_is_said(capsys: pytest.CaptureFixture[str
         measured = msgspec.structs.replace(profile(name, 1.0, chain=False), step_seconds=seconds)
         Path(f"{name}-beside.json").write_bytes(encode(measured))
     found = answer(capsys, "v100-beside.json", "t4-beside.json", "--devices", "V100,T4")
-    assert found["advice"]["reason"].endswith("; what T4 takes beside micro-batches was not measured")
+    assert "; what T4 takes beside micro-batches was not measured" in found["advice"]["reason"]
+    assert found["advice"]["reason"].endswith("measure it anew, if need be with fewer virtual nodes")
 
 
 def test_the_update_and_the_exchange_are_part_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     for name, slowness in (("v100", 1.0), ("t4", 3.0)):
         whole = profile(name, slowness, chain=False)
-        whole = msgspec.structs.replace(whole, step_seconds=0.1 * slowness, gradient_bytes=100_000_000)
+        whole = msgspec.structs.replace(whole, step_seconds=0.1 * slowness, sum_bytes=100_000_000)
         Path(f"{name}-whole.json").write_bytes(encode(whole))
     words = ["v100-whole.json", "t4-whole.json", "--devices", "V100,T4"]
     without = answer(capsys, *words)["advice"]["everything"]
@@ -443,6 +444,7 @@ def test_divided_parameters_say_how_many_workers_it_takes(capsys: pytest.Capture
     [
         (["--redundancy", "none"], "--redundancy is about shares; give --shard parameters"),
         (["--shard", "parameters", "--devices", "V100:2"], "--devices has nothing to say where parameters are divided"),
+        (["--shard", "parameters", "--bandwidth", "10Gbit"], "--bandwidth has nothing to say"),
         (["--shard", "parameters", "--optimizer", "host"], "--optimizer host has nothing to say"),
         (["--shard", "parameters", "--device", "1MiB"], "not even 8 workers of 1.00 MiB are enough: each would need"),
     ],

@@ -7,4 +7,4 @@ from virtualflow.data.dataloader import LoaderOptions, MicroBatch, Source, attri
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import check_dataset, open_source
 from virtualflow.data.rng import derive_seed, read_generators, seed_virtual_node, seeded
-from virtualflow.data.sampling import Orders, Sampler, check_whole, chunks, micro_batch, open_orders
+from virtualflow.data.sampling import Orders, Sampler, check_whole, chunks, has_indices, micro_batch, open_orders

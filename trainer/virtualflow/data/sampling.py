@@ -30,6 +30,11 @@ Sampler: TypeAlias = Callable[[int, int], "Sequence[int] | Tensor"] | Iterable[i
 """A function of (seed, epoch), or one of torch's samplers."""
 
 
+def has_indices(dataset: Any) -> bool:
+    """Whether samples are asked for by their number, of which there are so many."""
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
 def open_orders(sampler: Sampler | None, dataset: Any, seed: int) -> Orders | None:
     """The orders that ``sampler`` gives to the samples of ``dataset``; ``None`` where there is no sampler.
 
@@ -38,7 +43,7 @@ def open_orders(sampler: Sampler | None, dataset: Any, seed: int) -> Orders | No
     """
     if sampler is None:
         return None
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if not has_indices(dataset):
         raise ConfigurationError(
             f"{type(dataset).__name__} has no indices that a sampler could put in order; leave out sampler=, and let "
             "shard() give the samples in their order"

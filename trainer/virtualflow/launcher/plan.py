@@ -185,7 +185,7 @@ def _check_words(arguments: Namespace) -> None:
         parse_devices(arguments.devices)
     if arguments.bandwidth is not None:
         parse_bandwidth(arguments.bandwidth)
-        if arguments.devices is None:
+        if arguments.devices is None and arguments.shard is None:
             raise ConfigurationError("--bandwidth is that between devices; name them by --devices, or leave it out")
     if arguments.trace is not None:
         check_target(Path(arguments.trace), "--trace")
@@ -195,6 +195,7 @@ def _check_words(arguments: Namespace) -> None:
         return
     beside = {
         "--devices": arguments.devices,
+        "--bandwidth": arguments.bandwidth,
         "--trace": arguments.trace,
         "--optimizer host": arguments.optimizer == "host" or None,
     }
@@ -240,7 +241,10 @@ def answer_for(profiles: Sequence[DeviceProfile], files: Sequence[Path], argumen
     advice = advise(virtual_nodes, kinds, _network(list(found.values()), arguments.bandwidth))
     unknown = [kind.name for kind in kinds if found[kind.name].step_seconds is None]
     if unknown:
-        reason = f"{advice.reason}; what {' and '.join(unknown)} takes beside micro-batches was not measured"
+        reason = (
+            f"{advice.reason}; what {' and '.join(unknown)} takes beside micro-batches was not measured (by an old "
+            "profile, or in steps of a minute and more): measure it anew, if need be with fewer virtual nodes"
+        )
         advice = replace(advice, reason=reason)
     return PlanAnswer(tuple(memory), advice, tuple(left_out))
 
@@ -248,7 +252,7 @@ def answer_for(profiles: Sequence[DeviceProfile], files: Sequence[Path], argumen
 def _network(profiles: Sequence[DeviceProfile], bandwidth: str | None) -> Interconnect | None:
     if bandwidth is None:
         return None
-    gradients = max(profile.gradient_bytes for profile in profiles)
+    gradients = max(profile.sum_bytes for profile in profiles)
     if not gradients:
         raise ConfigurationError(
             f"--bandwidth: the profile of {profiles[0].device} is an old one, which says nothing of the gradients' "

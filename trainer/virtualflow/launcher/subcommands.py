@@ -428,8 +428,8 @@ def _add_profile(parser: Parser) -> None:
     parser.description = (
         "Measure how long micro-batches of a training script take on this device, and how much memory: with the "
         "samples of one virtual node, of two, of four, ... as far as memory allows. The script runs unchanged, as one "
-        "process; its loop gets micro-batches of each size for some seconds, nothing is trained or saved, and it is "
-        "ended before the code that follows the training."
+        "process; its loop gets micro-batches of each size for some seconds, and then those of some steps. Nothing is "
+        "saved, and it is ended before the code that follows a step."
     )
     parser.add_argument("--out", metavar="FILE", help="the profile (default: SCRIPT.profile.json in this directory)")
     _add_virtual_nodes(parser)

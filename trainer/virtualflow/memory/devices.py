@@ -56,7 +56,7 @@ class DeviceType:
 class Interconnect:
     """What gradients travel over."""
 
-    gradient_bytes: int
+    sum_bytes: int
     """A sum of all gradients."""
     bytes_per_second: float
     """That a worker sends, and receives meanwhile."""
@@ -76,7 +76,7 @@ class Interconnect:
         ranges = pairwise(accumulate(given, initial=0))
         rows = [len(subtrees(nodes, range(first, end))) if self.by_tree else 1 for first, end in ranges]
         out = max(max(own * (workers - 1), sum(rows) - own) for own in rows)
-        return (out + workers - 1) / workers * self.gradient_bytes / self.bytes_per_second
+        return (out + workers - 1) / workers * self.sum_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """What a step takes beside its micro-batches, the update for one, on a worker that is alone; the mean. ``None``: it
     was not measured."""
-    gradient_bytes: _Bytes = 0
+    sum_bytes: _Bytes = 0
     """A sum of all gradients on its way between workers; 0: not measured."""
     chain: ChainProfile | None = None
     """What plans of memory are made from; ``None`` where it was not measured."""

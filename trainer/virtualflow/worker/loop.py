@@ -278,6 +278,11 @@ class Loop:
         for abandon in self._parts.abandon:
             abandon()
 
+    def _repeat(self) -> None:
+        """Begin an attempt anew that has to be made in another way."""
+        self._abandon()
+        self.context.loading.enter(self._state.assigned)
+
     def make(self, number: int) -> Iterator[Any]:
         """Attempt the step ``number`` until it is committed here or brought by a donor."""
         context, training, membership = self.context, self.context.training, self.context.membership
@@ -300,8 +305,7 @@ class Loop:
                     members = membership.communicator.plan.members
                     raise end_by_divergence(error.found, members, context.checkpointer) from None
                 except AttemptSpoiled:
-                    self._abandon()
-                    context.loading.enter(self._state.assigned)
+                    self._repeat()
                 else:
                     with span("commit") if profiled() else _NOTHING:
                         self._commit(attempt, reduced)
@@ -320,9 +324,12 @@ class Loop:
         yield from profiling.measure()
         training = self.context.training
         while profiling.wants_step and not training.is_over:
-            attempt = yield from self._attempt(training.completed_steps + 1)
-            with profiling.step():
-                self._commit(attempt, (yield from self._synchronize(attempt)))
+            try:
+                attempt = yield from self._attempt(training.completed_steps + 1)
+                with profiling.step():
+                    self._commit(attempt, (yield from self._synchronize(attempt)))
+            except AttemptSpoiled:
+                self._repeat()
         profiling.finish()
 
     @property

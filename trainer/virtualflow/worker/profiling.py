@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of, free_bytes
-from virtualflow.errors import ConfigurationError, Profiled, installed
+from virtualflow.errors import ConfigurationError, Profiled, describe, installed
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, read_fitting
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.wording import counted
 from virtualflow.reduction import Precision
+from virtualflow.step import HOST
 from virtualflow.worker.loading import Staging
 from virtualflow.worker.options import Options
 from virtualflow.worker.settings import WorkerSettings
@@ -132,7 +133,7 @@ class _Times:
 
 
 class Profiling:
-    """The profiling of one run; its own source is not needed, since each size has one of its own.
+    """The profiling of one run: each size has a source of its own, and whole steps read from the run's.
 
     Args:
         samples: of the dataset; ``None`` for a stream.
@@ -164,11 +165,13 @@ class Profiling:
         self._measured: list[SizeProfile] = []
         self._stopped = "all were measured"
         self._sums: list[Tensor] = []
-        self._gradient_bytes = 0
+        self._sum_bytes = 0
         self._precision = Precision(options.reduce_dtype)
         self._steps: list[float] = []
         """Of each whole step the seconds beside its micro-batches."""
         self._steps_began = 0.0
+        self._besides: Literal["", "blocks", "steps"] = ""
+        """What is being measured beside sizes: an error in it leaves these."""
         wanted = None if options.memory is None else options.memory.blocks
         with installed():
             from virtualflow.memory.activations import ActivationSettings, ChainMeasurement
@@ -206,7 +209,7 @@ class Profiling:
                 for batch in self._measure_size(size):
                     progress.reach(number + min(1.0, (time.perf_counter() - began) / _SECONDS))
                     yield batch
-        self._steps_began = time.perf_counter()
+        self._steps_began, self._besides = time.perf_counter(), "steps"
 
     @property
     def wants_step(self) -> bool:
@@ -239,7 +242,7 @@ class Profiling:
             stopped=stopped or self._stopped,
             chain=chain,
             blocks=self._chain.said,
-            gradient_bytes=self._gradient_bytes,
+            sum_bytes=self._sum_bytes,
             # A mean: a container's CPU quota stops few steps, and those for long.
             step_seconds=statistics.fmean(self._steps[1:]) if len(self._steps) > 1 else None,
         )
@@ -250,13 +253,21 @@ class Profiling:
         raise Profiled(f"the profile is written to {self._path}")
 
     def explain(self, error: BaseException) -> None:
-        """The script ended with ``error``: memory that is used up ends the measurement, not the profile."""
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return
-        if self._measured:
+        """The script ended with ``error``: what is known is written down, if the error leaves that as it is."""
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if self._measured and isinstance(error, Exception) and (full or self._besides):
             self._sums = []
-            fewer = f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory"
-            self.finish("" if self._steps_began else fewer)
+            why = f"the script ended with {describe(error)}"
+            if self._besides == "steps":
+                logger.warning("what a step takes beside its micro-batches is not in the profile: %s", why)
+                self.finish()
+            if full:
+                self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
+            logger.warning("blocks and larger sizes are not in the profile: %s", why)
+            self._chain.give_up(why)
+            self.finish("the model's blocks cannot be measured")
+        if not full:
+            return
         raise ConfigurationError(
             f"a micro-batch of {counted(self._micro_batch, 'sample')} does not fit into the memory of "
             f"{self._blank.device}; use more virtual nodes or a smaller batch size"
@@ -282,25 +293,27 @@ class Profiling:
                     yield from self._one(batches, times)
                 samples.append(times.sample())
                 micro_batches += times.micro_batches
+            whole = [each.whole for each in samples]
+            low, _, high = statistics.quantiles(whole, n=4, method="inclusive")
+            self._measured.append(
+                SizeProfile(
+                    virtual_nodes=size,
+                    micro_batch=size * self._micro_batch,
+                    samples=micro_batches,
+                    seconds=statistics.median(whole),
+                    seconds_low=low,
+                    seconds_high=high,
+                    loading_seconds=statistics.median(each.loading for each in samples),
+                    peak_bytes=peak[0],
+                )
+            )
             if self._chain.wanted:
+                self._besides = "blocks"
                 yield from self._measure_blocks(batches, size * self._micro_batch)
+                self._besides = ""
         finally:
             source.close()
             self._sums = []
-        whole = [each.whole for each in samples]
-        low, _, high = statistics.quantiles(whole, n=4, method="inclusive")
-        self._measured.append(
-            SizeProfile(
-                virtual_nodes=size,
-                micro_batch=size * self._micro_batch,
-                samples=micro_batches,
-                seconds=statistics.median(whole),
-                seconds_low=low,
-                seconds_high=high,
-                loading_seconds=statistics.median(each.loading for each in samples),
-                peak_bytes=peak[0],
-            )
-        )
 
     def _measure_blocks(self, batches: Iterator[MicroBatch], samples: int) -> Iterator[Any]:
         with self._chain.size(samples) as done:
@@ -317,7 +330,8 @@ class Profiling:
             self._optimizer.step()
         from virtualflow.memory.activations import bytes_of_state
 
-        return bytes_of_state(self._optimizer.state.values(), self._device)
+        # Whole steps leave it on the host where the script wants the optimizer there.
+        return max(bytes_of_state(self._optimizer.state.values(), each) for each in {self._device, HOST})
 
     def _open_source(self, samples: int) -> Source:
         return open_source(
@@ -350,7 +364,7 @@ class Profiling:
             torch._foreach_add_(self._sums, gradients)
         else:
             self._sums = gradients
-            self._gradient_bytes = sum(each.numel() * self._precision.of(each.dtype).itemsize for each in gradients)
+            self._sum_bytes = sum(each.numel() * self._precision.of(each.dtype).itemsize for each in gradients)
         self._wait_for_device()
         times.add(time.perf_counter() - began, loaded - began)
 

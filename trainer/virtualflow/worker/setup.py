@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from virtualflow.data import Orders, Source, open_orders, open_source
+from virtualflow.data import Orders, Source, has_indices, open_orders, open_source
 from virtualflow.device import describe_device, device_of, fingerprint, pin, probe_bits
 from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.protocol import messages as m
@@ -299,8 +299,7 @@ def _open_source(request: Request, orders: Orders | None, resources: ExitStack) 
     drop_last = options.drop_last
     if request.environment.profile_out is not None:
         # A short batch is no measure of a step, and may be one that the script cannot train on.
-        known = len(dataset) if orders is None and hasattr(dataset, "__len__") else 0
-        drop_last |= (known if orders is None else orders.length) >= options.batch_size
+        drop_last |= has_indices(dataset) and (len(dataset) if orders is None else orders.length) >= options.batch_size
     source = open_source(
         dataset,
         batch_size=options.batch_size,

@@ -170,7 +170,7 @@ class Executor:
         self._known = self._ran
         self._forget()
         if self.observer is not None:
-            self._outside = saved_tensors_hooks(self._pack_outside, _load)
+            self._outside = saved_tensors_hooks(self._pack_outside, _load_outside)
             self._outside.__enter__()
 
     def end(self) -> None:
@@ -373,7 +373,7 @@ class _Open:
     recomputation: Recomputation | None
 
 
-def _load(packed: Packed) -> Tensor:
+def _load_outside(packed: Packed) -> Tensor:
     return packed.load()
 
 

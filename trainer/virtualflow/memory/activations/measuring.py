@@ -36,7 +36,7 @@ from virtualflow.memory.activations.copies import Copies, open_copies
 from virtualflow.memory.activations.executor import Divided, Executor
 from virtualflow.memory.activations.ledger import Kept, Packed, key_of
 from virtualflow.memory.activations.live_bytes import Peaks, count_peaks
-from virtualflow.memory.activations.visits import Visit, all_here
+from virtualflow.memory.activations.visits import Visit, all_here, as_it_is
 from virtualflow.memory.settings import SMALL_BUFFER, ActivationSettings
 from virtualflow.protocol.device_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 from virtualflow.protocol.wording import counted
@@ -216,7 +216,7 @@ class Probe:
             memory = None if divided is None else divided.memory()
             gathered = all_here(visit.module) if divided is None else divided.gathered(visit.module)
             # What this one more call saves is not outside of blocks, and gone at once.
-            with gathered, saved_tensors_hooks(_as_it_is, _as_it_is):
+            with gathered, saved_tensors_hooks(as_it_is, as_it_is):
                 seen.peaks = count_peaks(visit.module, arguments, options, self._device, memory)
         for key, (place, size) in later.items():
             self._note_skip(key, size, visit.block, size if seen.peaks is None else seen.peaks.gradients[place])
@@ -238,7 +238,7 @@ class Probe:
         if key in self._now.inputs:
             return Kept(tensor)
         self._handed.pop(key, None)
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             self._now.largest = max(self._now.largest, tensor.untyped_storage().nbytes())
         return _Held(tensor, self._now.outside)
 
@@ -423,10 +423,6 @@ class Probe:
         return sum(parameter.numel() * precision.of(parameter.dtype).itemsize for parameter in trained)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float, float]:
     """Bytes per second from the device to the host, and back."""
     source = torch.zeros(settings.probe, dtype=torch.uint8, device=copies.device)
@@ -508,7 +504,7 @@ class ChainMeasurement:
         try:
             self._blocks, self.said = find_blocks(model, wanted)
         except ConfigurationError as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
 
     @property
     def wanted(self) -> bool:
@@ -537,11 +533,11 @@ class ChainMeasurement:
         try:
             size = probe.size(micro_batch, self._settings.warm_up)
         except ConfigurationError as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
             return
         names = [block.name for block in size.blocks]
         if self._sizes and names != [block.name for block in self._sizes[0].blocks]:
-            self._give_up(f"other blocks run in micro-batches of {counted(micro_batch, 'sample')} than in smaller ones")
+            self.give_up(f"other blocks run in micro-batches of {counted(micro_batch, 'sample')} than in smaller ones")
             return
         self._probe = probe
         self._sizes.append(size)
@@ -562,9 +558,10 @@ class ChainMeasurement:
                 precision=self._precision,
             )
         except torch.OutOfMemoryError:
-            self._give_up("the optimizer's state does not fit beside them")
+            self.give_up("the optimizer's state does not fit beside them")
             return None
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """Say why nothing is measured."""
         self._blocks, self._sizes, self._probe = [], [], None
         self.said = f"no blocks were measured, so that no memory can be planned: {why}"

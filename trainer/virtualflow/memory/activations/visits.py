@@ -248,7 +248,7 @@ class Recomputation:
 
         made: list[Any] = []
         try:
-            with surroundings.again(), saved_tensors_hooks(record, _as_it_is):
+            with surroundings.again(), saved_tensors_hooks(record, as_it_is):
                 made = tree_flatten(visit.module.forward(*arguments, **options))[0]
         except _Enough:
             return []
@@ -297,5 +297,6 @@ def _input_again(given: Any, outputs: list[Any]) -> Any:
     return given
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(tensor: Tensor) -> Tensor:
+    """For hooks that leave what autograd saves alone."""
     return tensor
