@@ -131,6 +131,28 @@ def test_a_silent_peer_is_left_when_the_coordinator_says_so_and_nothing_is_writt
         assert not room.any()
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        pytest.param(RuntimeError(""), CommunicatorBroken, "gloo: RuntimeError", id="without a text"),
+        pytest.param(RuntimeError("closed\nby a peer"), CommunicatorBroken, "gloo: closed$", id="of several lines"),
+        pytest.param(TimeoutError("late"), TimeoutError, "late", id="which is no sign that nothing has come yet"),
+    ],
+)
+def test_what_a_groups_thread_raises_comes_to_whoever_waits(error: Exception, kind: type[Exception], says: str) -> None:
+    def task() -> None:
+        raise error
+
+    (member,) = mesh(1)
+    thread = process_groups._Thread("gloo", PATIENCE)
+    try:
+        with pytest.raises(kind, match=says):
+            member.watch(thread.submit(task))
+    finally:
+        thread.close()
+        member.close()
+
+
 def test_the_threads_of_groups_end_with_them() -> None:
     before = set(threading.enumerate())
     with groups(2) as members:

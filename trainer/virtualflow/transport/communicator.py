@@ -288,6 +288,8 @@ class Communicator:
                 try:
                     return outcome.result(self.settings.wait_slice)
                 except TimeoutError:
+                    if outcome.done():  # it came just now, or is that error
+                        return outcome.result()
                     self.check()
         except BaseException:
             self.cut()

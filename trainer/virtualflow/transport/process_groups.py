@@ -279,4 +279,5 @@ class _Lane(_Thread):
 
 
 def _broken(backend: str, error: RuntimeError) -> CommunicatorBroken:
-    return CommunicatorBroken(f"{backend}: {str(error).strip().splitlines()[0]}")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return CommunicatorBroken(f"{backend}: {lines[0]}")

@@ -109,7 +109,7 @@ class Communicators:
             if communicator is not None:
                 communicator.close()
         for closer in self._closers:
-            closer.join(self._settings.link.connect_timeout)
+            closer.join()  # all that it waits for has a limit, and no thread must be in torch as the interpreter ends
 
     def _build_or_fail(self, plan: m.Plan, rank: int) -> None:
         try:
