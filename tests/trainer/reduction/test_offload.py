@@ -99,6 +99,7 @@ def test_no_more_comes_back_ahead_than_is_said_but_one_tensor(ahead: int) -> Non
             assert 0 < memory.brought - taken <= max(ahead, 4_400)
             found = fetch.take(tensors, place)
             assert found is not None
+            assert memory.brought - taken <= max(ahead, 8_800), "with the one that is asked for"
             taken += found.nbytes
     assert memory.brought == taken == 3 * 8_400
 

@@ -236,9 +236,7 @@ def test_memory_that_is_used_up_ends_the_measurement_and_not_the_profile(tmp_pat
 
 
 @pytest.mark.usefixtures("short_samples")
-@pytest.mark.parametrize(
-    "error", [MemoryError("as torch would say on a GPU"), ValueError("a batch that is too short")]
-)
+@pytest.mark.parametrize("error", [MemoryError("as torch would say on a GPU"), ValueError("a batch that is too short")])
 def test_an_error_in_a_whole_step_costs_nothing_but_what_such_steps_take(
     error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,7 +124,8 @@ class Fetch:
         order = range(max((len(tensors) for tensors, _ in sums), default=0) - 1, -1, -1)
         self._queue = deque((tensors, place) for place in order for tensors, places in sums if place in places)
         self._coming: dict[tuple[int, int], tuple[Coming, int]] = {}
-        self._bytes = 0
+        self._bytes = self._in_hand = 0
+        """What is on its way or here, and of that the tensor that was asked for last."""
         self._look_ahead()
 
     def take(self, tensors: Sum, place: int) -> Tensor | None:
@@ -132,7 +133,8 @@ class Fetch:
         if tensor is None or id(tensors) not in self._moved or place not in self._moved[id(tensors)][1]:
             return tensor
         coming, size = self._coming.pop((id(tensors), place), (None, 0))
-        self._bytes -= size
+        self._bytes -= self._in_hand  # that is added up by now
+        self._in_hand = size
         if coming is None:
             coming = self._offload.memory.bring(tensor)
         del tensor

@@ -49,13 +49,17 @@ class Shape:
     pieces: tuple[int, ...] = ()
     """Bytes of one sum that each worker adds up, where backward passes end early; empty: all about as many."""
 
+    @property
+    def shares(self) -> Sequence[float]:
+        """Bytes of one sum that each worker adds up."""
+        return self.pieces or (self.size / len(self.rows),) * len(self.rows)
+
     def sent(self, way: Way) -> float:
         """Bytes that all workers together send where the whole sum comes to each of them."""
         workers, rows = len(self.rows), sum(self.rows)
         if way is Way.WHOLE:
             return float(self.size * rows * (workers - 1))
-        pieces = self.pieces or (self.size / workers,) * workers
-        out = math.fsum(own * (self.size - piece) for own, piece in zip(self.rows, pieces, strict=True))
+        out = math.fsum(own * (self.size - share) for own, share in zip(self.rows, self.shares, strict=True))
         return out + self.size * (workers - 1)
 
 
@@ -181,7 +185,7 @@ def predict(way: Way, shape: Shape, network: Network) -> float:
     if way is Way.WHOLE:
         gathered = size * max(max(own * (workers - 1), rows - own) for own in shape.rows)
         return network.latency + network.byte * gathered + network.add_byte * size * rows
-    pieces = shape.pieces or (size / workers,) * workers
+    pieces = shape.shares
     of_workers = list(zip(shape.rows, pieces, strict=True))
     out = max(max(own * (size - piece), (rows - own) * piece) for own, piece in of_workers)
     spread = max(max((workers - 1) * piece, size - piece) for piece in pieces)
