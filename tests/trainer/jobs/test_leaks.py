@@ -173,7 +173,7 @@ def hoard() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("exchange", ["early", nightly("")])
 def test_what_an_aborted_attempt_held_is_free_at_once(start_job: Callable[..., ElasticJob], exchange: str) -> None:
     """An error keeps what it came through: gradients, messages and sums of the attempt."""
-    job = start_job(hoard, workers=4, environment={EXCHANGE: exchange})
+    job = start_job(hoard, workers=4, hold=60, environment={EXCHANGE: exchange})  # it does not end before it is killed
     for step in (5, 20, 35):
         job.wait_for(lambda status: status.step >= step, "some steps")  # noqa: B023
         before = job.wait_for(lambda status: status.phase == "training", "training").workers

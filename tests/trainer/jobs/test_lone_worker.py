@@ -104,7 +104,7 @@ def test_a_copy_that_was_damaged_at_rest_is_told_and_the_disk_counts(
 def test_a_lone_worker_may_be_killed_at_any_moment(seed: int, start_job: Callable[..., ElasticJob]) -> None:
     wanted, _ = alone(train, "", 400)
     step = random.Random(seed).randrange(5, 300)
-    job = start_job(train, "", 400, workers=1, environment=IN_MEMORY)
+    job = start_job(train, "", 400, workers=1, hold=350, environment=IN_MEMORY)
     job.wait_for(lambda status: status.step >= step and status.memory_copy is not None, f"step {step}")
     job.kill_all()
     copied = copied_step(job)

@@ -29,7 +29,7 @@ from virtualflow.state.checkpoint_order import Mark, complete
 ROOT = Path(__file__).parents[3]
 SERVICE, PORT = "10.77.0.9", 7000
 HOSTS = ("10.77.0.1", "10.77.0.2")
-STEPS = 100
+STEPS = 200
 SCRIPT = """
 import sys, time
 import torch, virtualflow as vf

@@ -113,12 +113,11 @@ def test_a_joiner_and_a_loss_go_by_what_was_measured(
 ) -> None:
     slower = tmp_path / "slower"
     slower.touch()
-    job = start_job(compute, 80, "worker-0", str(tmp_path), workers=2, membership=SETTINGS)
+    job = start_job(compute, 80, "worker-0", str(tmp_path), workers=2, hold=40, membership=SETTINGS)
     job.wait_for(lambda s: 0 < assigned(s, "worker-0") < 4, "less at the straggler")
-    step = job.status().step + 3
-    job.reach(step)
+    job.reach(40)
     job.join()
-    job.reach(step + 2)
+    job.reach(42)
     joined = job.wait_for(lambda s: len(s.workers) == 3, "three workers")
     assert assigned(joined, "worker-0") <= 2
     job.kill("worker-2")

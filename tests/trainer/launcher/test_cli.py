@@ -489,7 +489,7 @@ def test_an_interrupted_run_goes_on_where_it_was_stopped(command_line: CommandLi
     code, _, err = command_line.run("run", "--workers", "1", "--report", "one.json", script, *_options(steps=60))
     assert code == 0, err
     again = ["--workers", "2", "--checkpoint-dir", "checkpoints", script]
-    process = command_line.start("run", "--name", "paused", *again, *_options(pace=0.05, steps=60))
+    process = command_line.start("run", "--name", "paused", *again, *_options(pace=0.5, steps=60))
 
     def step() -> int:
         code, out, _ = command_line.run("status", "paused", "--json")

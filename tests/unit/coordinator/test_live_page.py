@@ -349,13 +349,15 @@ def test_a_flood_of_first_looks_gets_what_there_are_places_for() -> None:
             async with server.client.get(f"{server.url}/v1/view", headers=LOOKS) as answer:
                 return answer.status
 
-        began = time.monotonic()
-        codes = await asyncio.gather(*(ask() for _ in range(100)))
-        assert time.monotonic() - began >= 0.9, "some had to wait as the others do"
-        assert 8 <= codes.count(200) <= 20
-        assert set(codes) == {200, 429}
+        asking = [asyncio.create_task(ask()) for _ in range(100)]
+        while sum(each.done() for each in asking) < 92:  # noqa: ASYNC110 - the state of other tasks
+            await asyncio.sleep(0.01)
+        assert server.coordinator._page._waiting == 8, "some wait as the others do"
+        await server.coordinator.close()  # answers those
+        codes = await asyncio.gather(*asking)
+        assert (codes.count(200), codes.count(429)) == (16, 84)
 
-    with_server(story, settings(interval=1.0, viewers=8))
+    with_server(story, settings(interval=3_600.0, viewers=8))
 
 
 def test_a_page_that_waits_hears_of_a_lost_worker_before_its_time() -> None:
