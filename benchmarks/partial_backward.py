@@ -33,8 +33,9 @@ TRIAL = 24
 PERIOD = 5
 """Steps for which the random choice of blocks stays."""
 TEXT = """\
-One worker, eight virtual nodes, AdamW, three seeds; each recipe gets the CPU time of *whole*. Cells: step time relative
-to *whole*; final held-out loss (mean, range), and its mean difference to *whole*.
+One worker, eight virtual nodes, AdamW, three seeds. Each recipe makes as many steps as fit into the CPU time of
+*whole*, by short trials of both in turns, since a core's speed changes within minutes. Cells: step time relative to
+*whole*, by the trials; final held-out loss (mean, range), and its mean difference to *whole*.
 
 | recipe | meaning |
 | --- | --- |
