@@ -123,7 +123,7 @@ class Fetch:
         # A backward pass finishes gradients roughly in the reverse order of the parameters' registration.
         order = range(max((len(tensors) for tensors, _ in sums), default=0) - 1, -1, -1)
         self._queue = deque((tensors, place) for place in order for tensors, places in sums if place in places)
-        self._coming: dict[tuple[int, int], tuple[Coming, int]] = {}
+        self._coming: dict[tuple[int, int], Coming] = {}
         self._bytes = self._in_hand = 0
         """What is on its way or here, and of that the tensor that was asked for last."""
         self._look_ahead()
@@ -132,11 +132,11 @@ class Fetch:
         tensor, tensors[place] = tensors[place], None
         if tensor is None or id(tensors) not in self._moved or place not in self._moved[id(tensors)][1]:
             return tensor
-        coming, size = self._coming.pop((id(tensors), place), (None, 0))
+        coming = self._coming.pop((id(tensors), place), None)
         self._bytes -= self._in_hand  # that is added up by now
-        self._in_hand = size
+        self._in_hand = tensor.nbytes
         if coming is None:
-            coming = self._offload.memory.bring(tensor)
+            coming = self._bring(tensor)
         del tensor
         found = coming.get()
         self._look_ahead()
@@ -151,8 +151,11 @@ class Fetch:
             self._queue.popleft()
             if tensor is None:  # taken already, or nothing was contributed
                 continue
-            self._coming[id(tensors), place] = self._offload.memory.bring(tensor), tensor.nbytes
-            self._bytes += tensor.nbytes
+            self._coming[id(tensors), place] = self._bring(tensor)
+
+    def _bring(self, tensor: Tensor) -> Coming:
+        self._bytes += tensor.nbytes
+        return self._offload.memory.bring(tensor)
 
 
 @dataclass(frozen=True)
