@@ -99,6 +99,7 @@ WHERE = 'Traceback (most recent call last):\n  File "/a/train.py", line 3, in <m
         ("RuntimeError: Trying to backward through the graph a second time (or ...", "detach()"),
         ("    for x, y in step:\n        ^^^^\nValueError: too many values to unpack (expected 2)", "inner loop"),
         ("ValueError: Expected more than 1 value per channel when training, got input size [1, 3]", "batch_size"),
+        ("RuntimeError: torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks.", "memory= out"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "virtual_nodes"),
     ],
     ids=lambda text: text.strip().split("\n")[-1][:40],

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import torch
@@ -229,7 +229,7 @@ class Profiling:
         self._wait_for_device()
         self._steps.append(time.perf_counter() - began)
 
-    def finish(self, stopped: str = "") -> None:
+    def finish(self, stopped: str = "") -> NoReturn:
         """Write the profile; ends the script.
 
         Args:
@@ -255,23 +255,23 @@ class Profiling:
     def explain(self, error: BaseException) -> None:
         """The script ended with ``error``: what is known is written down, if the error leaves that as it is."""
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if self._measured and isinstance(error, Exception) and (full or self._besides):
-            self._sums = []
-            why = f"the script ended with {describe(error)}"
-            if self._besides == "steps":
-                logger.warning("what a step takes beside its micro-batches is not in the profile: %s", why)
-                self.finish()
-            if full:
-                self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
-            logger.warning("blocks and larger sizes are not in the profile: %s", why)
-            self._chain.give_up(why)
-            self.finish("the model's blocks cannot be measured")
-        if not full:
+        if not (full or (self._besides and isinstance(error, Exception))):
             return
-        raise ConfigurationError(
-            f"a micro-batch of {counted(self._micro_batch, 'sample')} does not fit into the memory of "
-            f"{self._blank.device}; use more virtual nodes or a smaller batch size"
-        ) from error
+        if not self._measured:
+            raise ConfigurationError(
+                f"a micro-batch of {counted(self._micro_batch, 'sample')} does not fit into the memory of "
+                f"{self._blank.device}; use more virtual nodes or a smaller batch size"
+            ) from error
+        self._sums = []
+        why = f"the script ended with {describe(error)}"
+        if self._besides == "steps":
+            logger.warning("what a step takes beside its micro-batches is not in the profile: %s", why)
+            self.finish()
+        if full:
+            self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
+        logger.warning("blocks and larger sizes are not in the profile: %s", why)
+        self._chain.give_up(why)
+        self.finish("the model's blocks cannot be measured")
 
     # --- one size -----------------------------------------------------------------------------------------------------
 
